@@ -1,0 +1,107 @@
+"""Attention over committed rows and the rows of the present pass, in two layouts.
+
+`attend_together` is the ordinary one. `attend_rowwise` makes every query row its own batch entry with a key length
+rounded up to a multiple of 64, so that the bits of a row do not depend on how many rows the pass has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["KEY_STEP", "AttentionPlan", "plan_attention"]
+
+KEY_STEP = 64
+"""Key lengths are rounded up to a multiple of this in the row-invariant layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Which keys each row sees, as additive biases, made once a pass and used by every layer."""
+
+    lengths: Sequence[int]  # [B] committed rows
+    rows: int  # M
+    rowwise: bool
+    biases: Sequence[Tensor]  # rowwise: B tensors [M, 1, 1, S_b]; together: one tensor [B, 1, M, S]
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attention of all rows.
+
+        Args:
+            queries: Rotated queries.  # [B * M, Hq, Dh]
+            keys: All key slots, the pass's rows already written.  # [B, Hk, capacity, Dh]
+            values: Likewise.  # [B, Hk, capacity, Dh]
+
+        Returns:
+            Mixed values.  # [B * M, Hq * Dh]
+        """
+        if self.rowwise:
+            return self._attend_rowwise(queries, keys, values, scale)
+        batch, width = len(self.lengths), queries.shape[-1]
+        bias = self.biases[0]
+        slots = bias.shape[-1]
+        heads = queries.view(batch, self.rows, -1, width).transpose(1, 2)
+        keys, values = keys[:, :, :slots], values[:, :, :slots]
+        mixed = F.scaled_dot_product_attention(heads, keys, values, attn_mask=bias, scale=scale, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(batch * self.rows, -1)
+
+    def _attend_rowwise(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        num_kv_heads, width = keys.shape[1], keys.shape[3]
+        group = queries.shape[1] // num_kv_heads
+        mixed = []
+        for b, bias in enumerate(self.biases):
+            slots = bias.shape[-1]
+            shape = (self.rows, num_kv_heads, slots, width)
+            mixed.append(
+                F.scaled_dot_product_attention(
+                    queries[b * self.rows : (b + 1) * self.rows].view(self.rows, num_kv_heads, group, width),
+                    keys[b, :, :slots].unsqueeze(0).expand(shape),
+                    values[b, :, :slots].unsqueeze(0).expand(shape),
+                    attn_mask=bias.expand(self.rows, 1, group, slots),
+                    scale=scale,
+                ).view(self.rows, -1)
+            )
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def plan_attention(
+    lengths: Sequence[int],
+    positions: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    rowwise: bool,
+    dtype: torch.dtype,
+) -> AttentionPlan:
+    """Lay out who sees what.
+
+    Args:
+        lengths: Committed rows of each batch row; slot s of them holds position s.  # [B]
+        positions: Positions of the new rows.  # [B, M]
+        mask: New rows seen by new rows; None is causal.  # [B or 1, M, M] bool
+        window: Sliding window: a row at position p sees positions above p - window; None sees all.
+        rowwise: Row-invariant layout.
+        dtype: Of the bias; the model's.
+    """
+    batch, rows = positions.shape
+    if mask is None:
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=positions.device).tril().unsqueeze(0)
+    block = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    widths = [length + rows for length in lengths]
+    widths = [-(-w // KEY_STEP) * KEY_STEP for w in widths] if rowwise else [max(widths)] * batch
+    biases = []
+    for b, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+        bias = torch.full((rows, width), float("-inf"), dtype=dtype, device=positions.device)
+        bias[:, :length] = 0.0
+        bias[:, length : length + rows] = block[b if block.shape[0] > 1 else 0]
+        if window is not None:
+            held = torch.arange(width, device=positions.device)
+            held[length : length + rows] = positions[b]
+            bias.masked_fill_(held <= positions[b].unsqueeze(1) - window, float("-inf"))
+        biases.append(bias)
+    if rowwise:
+        return AttentionPlan(lengths, rows, True, [bias.view(rows, 1, 1, -1) for bias in biases])
+    return AttentionPlan(lengths, rows, False, [torch.stack(biases).unsqueeze(1)])

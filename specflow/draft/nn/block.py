@@ -1,0 +1,115 @@
+"""The decoder block of the Llama family, as a module over flat rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specflow.draft.nn.attention import AttentionPlan
+from specflow.draft.nn.linear import MAX_INVARIANT_ROWS, Linear
+from specflow.draft.nn.rope import rotate
+
+__all__ = ["BlockWeights", "DecoderBlock", "Pass", "RMSNorm"]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (1910.07467), computed in float32 inside the kernel."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.rms_norm(rows, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What all layers of one pass share."""
+
+    cos: Tensor  # [R, 1, Dh], R = B * M
+    sin: Tensor  # [R, 1, Dh]
+    full: AttentionPlan
+    windowed: AttentionPlan | None  # for layers with a sliding window
+    split: bool  # run linears in pieces of at most MAX_INVARIANT_ROWS rows
+
+    def apply(self, linear: Linear, rows: Tensor) -> Tensor:
+        """A linear layer over flat rows, each row with the same bits whatever its neighbours if `split`."""
+        if not self.split or rows.shape[0] <= MAX_INVARIANT_ROWS:
+            return linear(rows)  # type: ignore[no-any-return]
+        pieces = rows.tensor_split(-(-rows.shape[0] // MAX_INVARIANT_ROWS))
+        return torch.cat([linear(piece) for piece in pieces])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """Tensors of one block, projections fused, and its flags."""
+
+    qkv: Linear  # H -> (Hq + 2 Hk) Dh
+    out: Linear  # Hq Dh -> H
+    gate_up: Linear  # H -> 2 I
+    down: Linear  # I -> H
+    attention_norm: RMSNorm
+    mlp_norm: RMSNorm
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hk
+    head_width: int  # Dh
+    scale: float
+    rotary: bool  # false: no position embedding in this layer
+    windowed: bool
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm attention and SwiGLU, each a residual branch that can be skipped."""
+
+    def __init__(self, weights: BlockWeights) -> None:
+        super().__init__()
+        self.qkv, self.out, self.gate_up, self.down = weights.qkv, weights.out, weights.gate_up, weights.down
+        self.attention_norm, self.mlp_norm = weights.attention_norm, weights.mlp_norm
+        self.query_norm, self.key_norm = weights.query_norm, weights.key_norm
+        self.num_heads, self.num_kv_heads = weights.num_heads, weights.num_kv_heads
+        self.head_width, self.scale = weights.head_width, weights.scale
+        self.rotary, self.windowed = weights.rotary, weights.windowed
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def attend(self, hidden: Tensor, keys: Tensor, values: Tensor, shared: Pass) -> Tensor:
+        """The attention branch; writes this pass's key and value rows above the committed ones.
+
+        Args:
+            hidden: Residual stream; a single row may be padded to two.  # [R, H]
+            keys: This layer's key slots.  # [B, Hk, capacity, Dh]
+            values: Likewise.
+
+        Returns:
+            What to add to the residual stream.  # as hidden
+        """
+        plan = shared.windowed if self.windowed and shared.windowed is not None else shared.full
+        real = shared.cos.shape[0]
+        heads = shared.apply(self.qkv, self.attention_norm(hidden))[:real].view(real, -1, self.head_width)
+        queries, fresh_keys, fresh_values = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, fresh_keys = self.query_norm(queries), self.key_norm(fresh_keys)
+        if self.rotary:
+            joined = heads[:, : self.num_heads + self.num_kv_heads]
+            if self.query_norm is not None:
+                joined = torch.cat((queries, fresh_keys), dim=1)
+            queries, fresh_keys = rotate(joined, shared.cos, shared.sin).split((self.num_heads, self.num_kv_heads), dim=1)
+        for b, length in enumerate(plan.lengths):
+            rows = slice(b * plan.rows, (b + 1) * plan.rows)
+            keys[b, :, length : length + plan.rows] = fresh_keys[rows].transpose(0, 1)
+            values[b, :, length : length + plan.rows] = fresh_values[rows].transpose(0, 1)
+        mixed = plan.attend(queries, keys, values, self.scale)
+        return shared.apply(self.out, mixed.expand(hidden.shape[0], -1) if real == 1 else mixed)
+
+    def feed(self, hidden: Tensor, shared: Pass) -> Tensor:
+        """The MLP branch.  # [R, H] -> [R, H]"""
+        gate, up = shared.apply(self.gate_up, self.mlp_norm(hidden)).chunk(2, dim=-1)
+        return shared.apply(self.down, F.silu(gate) * up)

@@ -1,0 +1,62 @@
+"""Rotary position embedding: tables once, one gather a pass, one rotation a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specflow.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["RotaryTable", "rotate"]
+
+
+class RotaryTable:
+    """Cosines and sines of every position, grown on demand. Source: RoFormer (2104.09864), eq. 34.
+
+    Scaling variants (linear, llama3, yarn) take their frequencies from transformers. Variants whose frequencies depend
+    on the current length are refused: cached keys would have to be rotated again.
+    """
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        parameters = dict(config.rope_parameters)
+        kind = parameters.get("rope_type", "default")
+        if kind == "default":
+            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            self._frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+            self._gain = 1.0
+        elif kind in ("linear", "llama3", "yarn"):
+            self._frequencies, self._gain = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        else:
+            raise ModelError(
+                "target.model", f"rope_type {kind!r}", "default, linear, llama3 or yarn", "set target.implementation: transformers"
+            )
+        self._dtype, self._device = dtype, device
+        self._cos = self._sin = torch.empty(0)
+        self.grow(256)
+
+    def grow(self, positions: int) -> None:
+        """Make room for this many positions."""
+        if positions <= self._cos.shape[0]:
+            return
+        wide = torch.float64 if self._dtype == torch.float64 else torch.float32
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), self._frequencies.float())
+        angles = torch.cat((angles, angles), dim=-1).to(wide)
+        self._cos = (angles.cos() * self._gain).to(self._device, self._dtype)
+        self._sin = (angles.sin() * self._gain).to(self._device, self._dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [R] -> cos [R, 1, Dh], sin [R, 1, Dh]"""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the halves of every head.  # [R, heads, Dh]"""
+    half = heads.shape[-1] // 2
+    return heads * cos + torch.cat((-heads[..., half:], heads[..., :half]), dim=-1) * sin

@@ -1,0 +1,95 @@
+"""Finds draft sources: one file each in `draft/sources/`, or an entry point of an outside package. No torch.
+
+A source file keeps a pydantic config and a constant `SOURCE = SourceInfo(...)` at module level and imports torch only
+inside functions or under TYPE_CHECKING, so recipes are checked without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from specflow.errors import RecipeError
+
+__all__ = ["ENTRY_POINTS", "SourceInfo", "SourceRegistry", "discover"]
+
+ENTRY_POINTS = "specflow.sources"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceInfo:
+    """What a source says about itself before anything is loaded.
+
+    Args:
+        name: Its name in recipes (`draft.source`).
+        config: Model of its options; they stand beside `draft.k` in a recipe.
+        dependency: Dependencies it works with; the first is the default.
+        offers: What a dependency may read from it: "tokens" (a continuation to copy), "logits" (of the next position,
+            one step at a time), "marginals" (of all positions of the block at once).
+        gives_probs: Blocks carry the law their tokens were sampled from.
+        point_mass: Tokens follow from the context alone, so their law is one-hot.
+        reads: What it learns from a commit: "tokens", and "features" where it drafts from target features
+            (a config field `taps` then names the layers).
+        confidence_from: What the confidence of a node depends on, as in `DraftBlock`; None where it has none.
+        methods: Preset name -> options it stands for; the source's own name is always a preset.
+    """
+
+    name: str
+    config: type[BaseModel]
+    dependency: tuple[str, ...]
+    offers: tuple[str, ...] = ("tokens",)
+    gives_probs: bool = False
+    point_mass: bool = True
+    reads: tuple[Literal["tokens", "features"], ...] = ("tokens",)
+    confidence_from: Literal["context", "prefix", "self"] | None = None
+    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def presets(self) -> dict[str, dict[str, Any]]:
+        """Method name -> options it fixes."""
+        return {name: dict(options) for name, options in self.methods.items()} or {self.name: {}}
+
+
+class SourceRegistry(Mapping[str, SourceInfo]):
+    """Sources by name. Two sources of one name are refused: neither may win silently."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, SourceInfo] = {}
+
+    def add(self, info: SourceInfo, origin: str) -> None:
+        """Register a source; `origin` names the module in errors."""
+        if not isinstance(info, SourceInfo):
+            raise RecipeError(origin, f"a {type(info).__name__}", "a SourceInfo", "a source file needs SOURCE")
+        if info.name in self._sources:
+            raise RecipeError(origin, f"a second source named {info.name!r}", "one source of each name")
+        self._sources[info.name] = info
+
+    def __getitem__(self, name: str) -> SourceInfo:
+        return self._sources[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+@cache
+def discover() -> SourceRegistry:
+    """All sources: the files of `draft/sources/` in alphabetical order, then installed entry points."""
+    from specflow.draft import sources
+
+    registry = SourceRegistry()
+    for module in sorted(pkgutil.iter_modules(sources.__path__), key=lambda found: found.name):
+        if not module.name.startswith("_"):
+            path = f"{sources.__name__}.{module.name}"
+            registry.add(getattr(importlib.import_module(path), "SOURCE", None), path)  # type: ignore[arg-type]
+    for point in entry_points(group=ENTRY_POINTS):
+        registry.add(point.load(), f"entry point {point.name} ({point.value})")
+    return registry

@@ -1,0 +1,265 @@
+"""The engine: prefill, round, generate, stream. It knows no method's name and no model's."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from specflow.draft.base import Needs
+from specflow.handover import empty_block, features_of
+from specflow.measure import Clock
+from specflow.request import Request, RequestState, make_requests
+from specflow.sampling import BatchSampler, RoundNoise
+from specflow.types import PAD, DraftBlock, Generation, Observation, Sampling, TargetOutput, Timings, Verdict
+from specflow.verify import Match
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specflow.draft.base import Drafter
+    from specflow.length import LengthPolicy
+    from specflow.target.base import Cache, Target
+    from specflow.text import TextCodec
+    from specflow.verify import Rule
+
+__all__ = ["Engine", "EngineParts", "EngineSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What a round is made of."""
+
+    target: Target
+    codec: TextCodec
+    rule: Rule
+    length: LengthPolicy
+    drafter: Drafter | None = None  # None: every round is a plain step
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How many requests are decoded together and how much of their prompts at once."""
+
+    batch: int = 1
+    context: int | None = None  # None: what the target was made for
+    prefill_chunk: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Progress of one request: new final text, and the request itself once it is finished."""
+
+    index: int
+    text: str
+    done: RequestState | None = None
+
+
+class Engine:
+    """Decodes requests with one target and at most one drafter. Not re-entrant: one call at a time.
+
+    Vanilla decoding is the same loop with empty blocks, so baseline and speculation share every line.
+    """
+
+    def __init__(self, parts: EngineParts, settings: EngineSettings | None = None) -> None:
+        self.target, self.codec = parts.target, parts.codec
+        self.settings = settings or EngineSettings()
+        info = parts.target.info
+        self.context_length = min(info.context_length, self.settings.context or info.context_length)
+        self._rule, self._length, self._drafter = parts.rule, parts.length, parts.drafter
+        self._needs = parts.drafter.needs if parts.drafter else Needs()
+        self._sampler = BatchSampler(info.vocab_size, info.stop_ids, info.device)
+        self._states: list[RequestState] = []
+        self._cache: Cache
+        self._began = 0.0
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
+        on_text: Callable[[int, str], None] | None = None,
+    ) -> list[Generation]:
+        """Decode prompts to the end; results in the order of the prompts.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sampling: One for all, or one a prompt.
+            on_text: Called with (prompt index, new text) as text becomes final.
+
+        Raises:
+            RequestError: A prompt is empty, too long or out of vocabulary; nothing has been decoded then.
+        """
+        finished: dict[int, Generation] = {}
+        for event in self._decode(make_requests(prompts, sampling)):
+            if on_text is not None and event.text:
+                on_text(event.index, event.text)
+            if event.done is not None:
+                finished[event.index] = event.done.result()
+        return [finished[index] for index in range(len(prompts))]
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling = Sampling()) -> Iterator[str]:  # noqa: B008 - frozen
+        """Decode one prompt, yielding text as it becomes final."""
+        for event in self._decode(make_requests([prompt], sampling)):
+            if event.text:
+                yield event.text
+
+    def _decode(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """Fill the batch, run rounds; finished requests leave it and waiting ones take their rows."""
+        for request in requests:
+            request.check(self.target.info.vocab_size, self.context_length)
+        if not requests:
+            return
+        waiting, batch = deque(requests), min(self.settings.batch, len(requests))
+        longest = max(len(request.prompt) + request.sampling.max_new_tokens for request in requests)
+        self._cache = self.target.new_cache(batch, min(longest, self.context_length) + self._length.k + 1)
+        self._states, self._began = [], perf_counter()
+        for part in (self._sampler, self._length, self._drafter):
+            if part is not None:
+                part.reset(batch)
+        while waiting or self._states:
+            for row in range(batch):
+                while waiting and (row >= len(self._states) or self._states[row].finish):
+                    yield self._admit(waiting.popleft(), row)
+            self._drop_finished()
+            batch = len(self._states)
+            if self._states:
+                yield from self._round()
+
+    def _round(self) -> list[Event]:
+        """One round: draft, one target pass, verify, one copy to the host, commit."""
+        states, starts = self._states, tuple(self._cache.lengths)
+        clock = Clock(spent := Timings())
+        anchors = [state.anchor for state in states]
+        noise = RoundNoise([state.request.seed for state in states], starts, self.target.info.device)
+        block = self._propose(anchors, noise)
+        clock.lap("draft_s")
+        output = self._score(anchors, block, starts)
+        clock.lap("target_s")
+        law = self._sampler.law(output.logits, block, [len(state.tokens) for state in states])
+        verdict = self._rule.verify(block, law, noise)
+        wanted = any(state.request.sampling.logprobs for state in states)
+        logprobs = law.logprob(verdict.tokens, verdict.path) if wanted else None
+        host = verdict.tokens.tolist()  # the one copy of a round
+        clock.lap("verify_s")
+        committed = [self._commit(b, row, block, logprobs) for b, row in enumerate(host)]
+        self._tell(committed, block, output, verdict, starts)
+        clock.lap("other_s")
+        for state in states:
+            state.timings.add(spent)
+        return [self._event(state) for state in states]
+
+    def _propose(self, anchors: Sequence[int], noise: RoundNoise) -> DraftBlock:
+        states = self._states
+        if self._drafter is not None:
+            budget = self._length.budget([state.draft_limit for state in states])
+            if budget.widest > 0:
+                for state, tokens in zip(states, budget.tokens, strict=True):
+                    state.counts.num_draft_calls += tokens > 0
+                block = self._drafter.propose(anchors, budget, noise)
+                if block is not None:
+                    return self._length.trim(block)
+        info = self.target.info
+        return empty_block(len(states), info.vocab_size, info.device)
+
+    def _score(self, anchors: Sequence[int], block: DraftBlock, starts: Sequence[int]) -> TargetOutput:
+        device = self.target.info.device
+        tokens = torch.tensor(anchors, device=device).unsqueeze(1)
+        positions = torch.tensor(starts, device=device).unsqueeze(1)
+        if block.num_nodes:
+            tokens = torch.cat((tokens, block.tokens), dim=1)
+            positions = positions + block.topology.depth
+        mask = None if block.topology.is_chain else block.topology.ancestors
+        return self.target.forward(tokens, positions, self._cache, mask=mask, taps=self._needs.taps)
+
+    def _commit(self, row: int, verified: Sequence[int], block: DraftBlock, logprobs: Tensor | None) -> list[int]:
+        """Give a request its tokens, up to the first stop, and count them."""
+        state = self._states[row]
+        tokens = [token for token in verified if token != PAD]
+        kept = state.append(tokens)
+        state.count_round(block.lengths[row], len(tokens) - 1, kept)
+        if logprobs is not None:
+            state.logprobs.append(logprobs[row, :kept])
+        return tokens
+
+    def _tell(
+        self, committed: list[list[int]], block: DraftBlock, output: TargetOutput, verdict: Verdict, starts: tuple[int, ...]
+    ) -> None:
+        """Commit cache rows and let everything that learns from a round see what became true."""
+        counts = [len(tokens) for tokens in committed]
+        self._cache.keep(counts, None if block.topology.is_chain else verdict.path)
+        rows = range(len(committed))
+        self._sampler.commit(rows, committed)
+        self._length.observe(block.lengths, [count - 1 for count in counts])
+        if self._drafter is not None:
+            features = features_of(output, self._needs, None if block.topology.is_chain else verdict.path)
+            tokens = tuple(tuple(each) for each in committed)
+            self._drafter.observe(Observation(tokens, starts, tuple(counts), features), rows)
+
+    def _admit(self, request: Request, row: int) -> Event:
+        """Prefill a request into a row of the batch and sample its first token, the first anchor."""
+        info, clock = self.target.info, Clock(spent := Timings())
+        state = RequestState(request, info.stop_ids, self.context_length, self.codec.stream())
+        self._states[row : row + 1] = [state]
+        self._cache.clear(row)
+        self._sampler.start(row, request.sampling, request.seed, request.prompt)
+        self._length.start(row)
+        if self._drafter is not None:
+            self._drafter.start(row, request.prompt)
+        output, begin = self._prefill(request, row)
+        last = len(request.prompt) - 1
+        noise = RoundNoise([request.seed], [last], info.device)
+        block = empty_block(1, info.vocab_size, info.device)
+        law = self._sampler.law(output.logits, block, [0], rows=[row])
+        verdict = Match().verify(block, law, noise)
+        first = verdict.tokens[0].tolist()
+        if request.sampling.logprobs:
+            state.logprobs.append(law.logprob(verdict.tokens, verdict.path)[0])
+        state.append(first)
+        self._sampler.commit([row], [first])
+        if self._drafter is not None:
+            begin = begin if self._needs.any else last
+            tokens = request.prompt[begin + 1 :] + tuple(first)
+            features = features_of(output, self._needs)
+            self._drafter.observe(Observation((tokens,), (begin,), (len(tokens),), features), [row])
+        clock.lap("prefill_s")
+        state.timings.add(spent)
+        state.timings.ttft_s = perf_counter() - self._began
+        return self._event(state)
+
+    def _prefill(self, request: Request, row: int) -> tuple[TargetOutput, int]:
+        """Run a prompt through the target in chunks; the output of the last chunk, and where that chunk began.
+
+        Chunks depend on the prompt alone, so neighbours in the batch change nothing.
+        """
+        view, device, size = self._cache.row(row), self.target.info.device, self.settings.prefill_chunk
+        for begin in range(0, len(request.prompt), size):
+            part = request.prompt[begin : begin + size]
+            tokens = torch.tensor([part], device=device)
+            positions = torch.arange(begin, begin + len(part), device=device).unsqueeze(0)
+            output = self.target.forward(tokens, positions, view, taps=self._needs.taps, rows="last")
+            view.keep([len(part)])
+            following = request.prompt[begin + 1 : begin + len(part) + 1]
+            if self._drafter is not None and self._needs.any and len(following) == len(part):
+                features = features_of(output, self._needs)
+                self._drafter.observe(Observation((following,), (begin,), (len(part),), features), [row])
+        return output, begin
+
+    def _drop_finished(self) -> None:
+        """Finished requests leave the batch; the rows of the others move together."""
+        live = [row for row, state in enumerate(self._states) if not state.finish]
+        if len(live) == len(self._states):
+            return
+        self._states = [self._states[row] for row in live]
+        if live:
+            for part in (self._cache, self._sampler, self._length, self._drafter):
+                if part is not None:
+                    part.select(live)
+
+    def _event(self, state: RequestState) -> Event:
+        if state.finish:
+            state.timings.decode_s = perf_counter() - self._began - state.timings.ttft_s
+        return Event(state.request.index, state.take_text(), state if state.finish else None)

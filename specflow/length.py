@@ -1,0 +1,307 @@
+"""Length policies: how many tokens to draft for each row.
+
+All state is host numbers of one row, and a budget depends on earlier rounds only. A cap chosen before drafting never
+biases the law of the text (reference: methods 0.2), whatever the verification rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specflow.types import DraftBlock, DraftBudget
+
+__all__ = [
+    "POLICIES",
+    "Additive",
+    "AdditiveConfig",
+    "ByMatch",
+    "ByMatchConfig",
+    "Fixed",
+    "FixedConfig",
+    "LengthPolicy",
+    "Policy",
+]
+
+MOST_DRAFTS = 128
+
+
+class LengthPolicy(Protocol):
+    """Decides before drafting, may shorten after it, learns from what was accepted."""
+
+    @property
+    def k(self) -> int:
+        """The most draft tokens a budget will ever hold; the bonus token is not one of them."""
+
+    def reset(self, batch: int) -> None:
+        """Forget all requests; the next ones use rows 0 .. batch - 1."""
+
+    def start(self, row: int) -> None:
+        """A new request takes this row."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+
+    def budget(self, limits: Sequence[int]) -> DraftBudget:
+        """The coming round's budget.
+
+        Args:
+            limits: Most tokens each row can use; 0 or less for a row that must not draft.  # [B]
+        """
+
+    def trim(self, block: DraftBlock) -> DraftBlock:
+        """The block to verify: the given one, or a shorter one."""
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """What became of the round.
+
+        Args:
+            drafted: Draft tokens verified for each row; 0 where it was a plain step.  # [B]
+            accepted: Of those, the accepted ones.  # [B]
+        """
+
+
+class FixedConfig(BaseModel):
+    """Always the same number of draft tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    k: int = Field(5, ge=0, le=MOST_DRAFTS, description="draft tokens of a block, the bonus token excluded; 0 is plain decoding")
+
+
+class Fixed:
+    """K tokens, every round."""
+
+    def __init__(self, k: int = 5) -> None:
+        self.config = FixedConfig(k=k)
+
+    @property
+    def k(self) -> int:
+        return self.config.k
+
+    def reset(self, batch: int) -> None:
+        pass
+
+    def start(self, row: int) -> None:
+        pass
+
+    def select(self, rows: Sequence[int]) -> None:
+        pass
+
+    def budget(self, limits: Sequence[int]) -> DraftBudget:
+        return DraftBudget(tuple(_within(self.k, limit) for limit in limits))
+
+    def trim(self, block: DraftBlock) -> DraftBlock:
+        return block
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        pass
+
+
+class AdditiveConfig(BaseModel):
+    """More after a block that was accepted whole, fewer after any other."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    k: int = Field(8, ge=1, le=MOST_DRAFTS, description="most draft tokens of a block, the bonus token excluded")
+    start: int = Field(4, ge=1, le=MOST_DRAFTS, description="draft tokens of a request's first block; k where k is smaller")
+    up: int = Field(2, ge=0, description="added after a block that was accepted whole")
+    down: int = Field(1, ge=0, description="taken away after any other block")
+
+
+class Additive:
+    """The heuristic schedule of Hugging Face's assisted generation, per row, within 1 .. k."""
+
+    def __init__(self, k: int = 8, start: int = 4, up: int = 2, down: int = 1) -> None:
+        self.config = AdditiveConfig(k=k, start=start, up=up, down=down)
+        self._lengths: list[int] = []
+
+    @property
+    def k(self) -> int:
+        return self.config.k
+
+    def reset(self, batch: int) -> None:
+        self._lengths = [min(self.config.start, self.k)] * batch
+
+    def start(self, row: int) -> None:
+        self._lengths[row] = min(self.config.start, self.k)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._lengths = [self._lengths[row] for row in rows]
+
+    def budget(self, limits: Sequence[int]) -> DraftBudget:
+        return DraftBudget(tuple(map(_within, self._lengths, limits)))
+
+    def trim(self, block: DraftBlock) -> DraftBlock:
+        return block
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """A round that drafted nothing says nothing, and changes nothing."""
+        for row, (num_drafted, num_accepted) in enumerate(zip(drafted, accepted, strict=True)):
+            if num_drafted:
+                change = self.config.up if num_accepted == num_drafted else -self.config.down
+                self._lengths[row] = max(1, min(self.k, self._lengths[row] + change))
+
+
+class ByMatchConfig(BaseModel):
+    """Draft more after longer matches, and stop where drafting does not pay."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    k: int = Field(16, ge=1, le=MOST_DRAFTS, description="most draft tokens of a block, the bonus token excluded")
+    per_match: float = Field(2.0, gt=0.0, description="most draft tokens per matched token")
+    row_price: float = Field(0.05, ge=0.0, description="cost of one more row of a target pass, in plain steps; 0 never stops")
+    fixed_price: float = Field(0.05, ge=0.0, description="cost of drafting at all, in plain steps")
+    probe: int = Field(16, ge=1, description="rounds before a match length that did not pay is tried again; doubles up to 16 times")
+
+
+class ByMatch:
+    """Draft length grows with the match, as far as acceptance pays for the rows.
+
+    A round with n draft tokens costs `1 + fixed_price + n * row_price` plain steps and yields `1 + E(n)` tokens. Of
+    continuations of a match, the first token is right with probability p (the text repeats itself here or it does not)
+    and each later one with probability r (it goes on doing so): E(n) = p (1 + r + ... + r^(n-1)). The cap is the n
+    with the most tokens per cost, 0 where no n beats the plain step. p and r are learnt for each row and each class of
+    match length from recent drafts, starting from a hopeful guess, so a few failures park a class. A parked class is
+    probed with one token from time to time, ever more rarely while the probes fail.
+    """
+
+    def __init__(
+        self,
+        k: int = 16,
+        per_match: float = 2.0,
+        row_price: float = 0.05,
+        fixed_price: float = 0.05,
+        probe: int = 16,
+    ) -> None:
+        self.config = ByMatchConfig(k=k, per_match=per_match, row_price=row_price, fixed_price=fixed_price, probe=probe)
+        self._rows: list[_Row] = []
+        self._matched: tuple[int, ...] | None = None  # [B] of the block under verification
+
+    @property
+    def k(self) -> int:
+        return self.config.k
+    def reset(self, batch: int) -> None:
+        self._rows = [_Row(self.config) for _ in range(batch)]
+        self._matched = None
+
+    def start(self, row: int) -> None:
+        self._rows[row] = _Row(self.config)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+    def budget(self, limits: Sequence[int]) -> DraftBudget:
+        tables = tuple(row.next_table() for row in self._rows)
+        tokens = tuple(_within(max(table), limit) for table, limit in zip(tables, limits, strict=True))
+        return DraftBudget(tokens, self.config.per_match, tables)
+
+    def trim(self, block: DraftBlock) -> DraftBlock:
+        """The block as it is: the budget has said all. Remembers what the drafts were based on."""
+        self._matched = block.match_lengths
+        return block
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        if self._matched is None:
+            return
+        for row, matched, num_drafted, num_accepted in zip(self._rows, self._matched, drafted, accepted, strict=True):
+            if matched and num_drafted:
+                row.observe(matched, num_drafted, num_accepted)
+        self._matched = None
+
+
+# Match lengths 1, 2-3, 4-7, 8-15 and 16 or more are told apart: each doubling is one class.
+NUM_CLASSES = 5
+CLASS_OF = tuple(length.bit_length() - 1 for length in range(1, 2 ** (NUM_CLASSES - 1) + 1))
+KEEP = 0.9  # weight of all earlier drafts when a new one is seen: about the last ten count
+MOST_WAITS = 16  # a parked class is probed at least once in this many times `probe` rounds
+
+
+@dataclass(slots=True)
+class _MatchClass:
+    """What one row knows about drafts that continue matches of similar length. Counts fade by KEEP a draft."""
+
+    config: ByMatchConfig
+    cap: int = field(init=False)
+    wait: int = field(init=False)
+    resume: int = 0  # round from which a parked class is probed
+    first_tries: float = 2.0
+    first_wins: float = 1.0
+    later_tries: float = 5.0
+    later_wins: float = 4.0
+
+    def __post_init__(self) -> None:
+        self.wait = self.config.probe
+        self.cap = self._best()
+
+    def observe(self, drafted: int, accepted: int, round_: int) -> None:
+        """Learn from a draft. Tokens after the first rejection were never judged, so they do not count."""
+        self.first_tries = KEEP * self.first_tries + 1
+        self.first_wins = KEEP * self.first_wins + (accepted > 0)
+        self.later_tries = KEEP * self.later_tries + max(0, min(drafted, accepted + 1) - 1)
+        self.later_wins = KEEP * self.later_wins + max(0, accepted - 1)
+        self.cap = self._best()
+        if self.cap:
+            self.wait = self.config.probe
+        else:
+            self.resume = round_ + self.wait
+            self.wait = min(2 * self.wait, MOST_WAITS * self.config.probe)
+
+    def _best(self) -> int:
+        """The number of draft tokens that yields most tokens per cost; 0 where the plain step does."""
+        reach, keeps = self.first_wins / self.first_tries, self.later_wins / self.later_tries
+        best, best_rate, expected = 0, 1.0, 1.0
+        for n in range(1, self.config.k + 1):
+            expected += reach
+            reach *= keeps
+            rate = expected / (1 + self.config.fixed_price + n * self.config.row_price)
+            if rate > best_rate:
+                best, best_rate = n, rate
+        return best
+
+
+class _Row:
+    """One request's classes and the table of caps they add up to."""
+
+    def __init__(self, config: ByMatchConfig) -> None:
+        self._classes = [_MatchClass(config) for _ in range(NUM_CLASSES)]
+        self._round = 0
+        self._caps: list[int] = []
+        self._table: tuple[int, ...] = ()
+
+    def next_table(self) -> tuple[int, ...]:
+        """Most draft tokens by match length, for the coming round.  # [2 ** (NUM_CLASSES - 1)]"""
+        self._round += 1
+        caps = [known.cap or int(self._round >= known.resume) for known in self._classes]
+        if caps != self._caps:
+            self._caps = caps
+            self._table = tuple(caps[index] for index in CLASS_OF)
+        return self._table
+
+    def observe(self, matched: int, drafted: int, accepted: int) -> None:
+        index = min(matched.bit_length(), NUM_CLASSES) - 1
+        self._classes[index].observe(drafted, accepted, self._round)
+
+
+def _within(length: int, limit: int) -> int:
+    return max(0, min(length, limit))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A length policy by name: its recipe section and its class, whose arguments are the section's fields."""
+
+    config: type[BaseModel]
+    policy: Callable[..., LengthPolicy]
+    needs: frozenset[str] = frozenset()
+    """What the source must offer for the policy to mean anything."""
+
+
+POLICIES: Mapping[str, Policy] = {
+    "fixed": Policy(FixedConfig, Fixed),
+    "additive": Policy(AdditiveConfig, Additive),
+    "by_match": Policy(ByMatchConfig, ByMatch, frozenset({"match_lengths"})),
+}

@@ -1,0 +1,194 @@
+"""One request on the host: its tokens so far, where it stops, and what is counted of it. Plain integers throughout."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from specflow.errors import RequestError
+from specflow.types import Counts, Generation, Sampling, Timings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specflow.text import TextStream
+
+__all__ = ["Request", "RequestState", "make_requests"]
+
+Finish = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt as token ids, how to sample, and the seed in use."""
+
+    index: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+    def check(self, vocab_size: int, context_length: int) -> None:
+        """Refuse what cannot be decoded.
+
+        Raises:
+            RequestError: The prompt is empty, too long, or names a token the target does not have.
+        """
+        where = f"prompt {self.index}"
+        if not self.prompt:
+            raise RequestError(where, "it has no tokens", "at least one token", "give a non-empty prompt")
+        if len(self.prompt) >= context_length:
+            raise RequestError(
+                where,
+                f"it has {len(self.prompt)} tokens and the context holds {context_length}",
+                f"at most {context_length - 1} tokens, to leave room for an answer",
+                "shorten the prompt or raise runtime.context",
+            )
+        worst = max(max(self.prompt), -min(self.prompt), *self.sampling.logit_bias, *self.sampling.stop_ids)
+        if worst >= vocab_size or min(self.prompt) < 0:
+            raise RequestError(where, f"token id {worst} is outside the vocabulary", f"ids from 0 to {vocab_size - 1}")
+
+
+def make_requests(prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Request]:
+    """Pair prompts with sampling options; a request without a seed gets a fresh one of its own."""
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    if len(each) != len(prompts):
+        raise RequestError(
+            "sampling", f"{len(each)} sampling options for {len(prompts)} prompts", "one for all, or one for each prompt"
+        )
+    return [
+        Request(index, tuple(prompt), options, secrets.randbits(63) if options.seed is None else options.seed)
+        for index, (prompt, options) in enumerate(zip(prompts, each, strict=True))
+    ]
+
+
+class RequestState:
+    """A request while it is decoded.
+
+    Invariant: `tokens` is what the user gets. What a round verified beyond a stop is neither kept nor counted.
+    """
+
+    def __init__(self, request: Request, stop_ids: Sequence[int], context_length: int, text: TextStream) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.tokens: list[int] = []
+        self.finish: Finish | None = None
+        self.stopped_by: int | str | None = None
+        self.counts = Counts()
+        self.timings = Timings()
+        self.logprobs: list[Tensor] = []
+        self._stops = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else frozenset(stop_ids))
+        self._most = min(sampling.max_new_tokens, context_length - len(request.prompt))
+        self._capped_by: Finish = "length" if self._most == sampling.max_new_tokens else "context"
+        self._text = _Text(text, sampling)
+
+    @property
+    def anchor(self) -> int:
+        return self.tokens[-1]
+
+    @property
+    def draft_limit(self) -> int:
+        """Most draft tokens that can still be of use: the bonus token takes one place of what is left."""
+        return self._most - len(self.tokens) - 1 if self.request.sampling.speculate else 0
+
+    def append(self, tokens: Sequence[int]) -> int:
+        """Commit tokens up to the first stop, which beats a length cap in the same place.
+
+        Returns:
+            How many were kept.
+        """
+        for kept, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            if token in self._stops:
+                self.finish, self.stopped_by = "stop", token
+            elif (found := self._text.push(token, len(self.tokens))) is not None:
+                self.finish, self.stopped_by = "stop", found
+            elif len(self.tokens) >= self._most:
+                self.finish = self._capped_by
+            if self.finish is not None:
+                self._text.close(self.tokens, stopped=token in self._stops)
+                return kept
+        return len(tokens)
+
+    def count_round(self, drafted: int, accepted: int, kept: int) -> None:
+        """Book one round: positions past a stop were neither drafted nor accepted as far as the user is concerned."""
+        counts = self.counts
+        counts.num_rounds += 1
+        drafted, accepted = min(drafted, kept), min(accepted, kept)
+        if not drafted:
+            return
+        counts.num_spec_steps += 1
+        counts.num_draft_tokens += drafted
+        counts.num_accepted_draft_tokens += accepted
+        for column in (counts.drafted_at, counts.reached_at, counts.accepted_at):
+            column.extend([0] * (drafted - len(column)))
+        for position in range(drafted):
+            counts.drafted_at[position] += 1
+            counts.reached_at[position] += position <= accepted
+            counts.accepted_at[position] += position < accepted
+
+    def take_text(self) -> str:
+        """Text that became final since the last call."""
+        return self._text.take()
+
+    def result(self) -> Generation:
+        """The finished request."""
+        assert self.finish is not None
+        logprobs: tuple[float, ...] | None = None
+        if self.request.sampling.logprobs:
+            logprobs = tuple(value for piece in self.logprobs for value in piece.tolist())[: len(self.tokens)]
+        return Generation(
+            prompt_tokens=self.request.prompt,
+            tokens=tuple(self.tokens),
+            text=self._text.text,
+            finish=self.finish,
+            stopped_by=self.stopped_by,
+            seed=self.request.seed,
+            counts=replace(self.counts, num_generated_tokens=len(self.tokens)),
+            timings=self.timings,
+            logprobs=logprobs,
+        )
+
+
+@dataclass
+class _Text:
+    """Text of a request as it grows; holds back what may still turn out to be part of a stop string."""
+
+    stream: TextStream
+    sampling: Sampling
+    text: str = ""
+    _taken: int = 0
+    _closed: bool = False
+    _held: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._held = max((len(stop) for stop in self.sampling.stop_strings), default=1) - 1
+
+    def push(self, token: int, num_tokens: int) -> str | None:
+        """Add a token; the stop string that its text completes, if one does."""
+        fresh = self.stream.push(token)
+        if not fresh:
+            return None
+        start = max(0, len(self.text) - self._held)
+        self.text += fresh
+        if num_tokens < self.sampling.min_new_tokens:
+            return None
+        hits = [(at, stop) for stop in self.sampling.stop_strings if (at := self.text.find(stop, start)) >= 0]
+        if not hits:
+            return None
+        at, stop = min(hits)
+        self.text = self.text[:at]
+        self._closed = True
+        return stop
+
+    def close(self, tokens: Sequence[int], stopped: bool) -> None:
+        """No more tokens: incomplete characters at the end become final, unless a stop string has cut the text."""
+        if not self._closed:
+            self.text += self.stream.flush(tokens[:-1] if stopped else tokens)
+            self._closed = True
+
+    def take(self) -> str:
+        end = len(self.text) if self._closed else max(self._taken, len(self.text) - self._held)
+        piece, self._taken = self.text[self._taken : end], end
+        return piece

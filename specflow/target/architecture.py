@@ -1,0 +1,85 @@
+"""What the native decoder needs to know of a model, read from its Hugging Face configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specflow.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["NATIVE_FAMILIES", "Architecture", "recurrent_reason"]
+
+NATIVE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""`model_type` values whose decoder the native target reproduces."""
+
+_RECURRENT_MARKS = ("mamba", "rwkv", "recurrent", "linear_attention", "gated_delta", "conv")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Sizes and per-layer flags of a Llama-like decoder."""
+
+    hidden_size: int  # H
+    num_layers: int  # L
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hk
+    head_width: int  # Dh
+    vocab_size: int  # V
+    eps: float
+    context_length: int
+    window: int | None
+    windowed: tuple[bool, ...]  # [L] layers with the sliding window
+    rotary: tuple[bool, ...]  # [L] layers with rotary positions
+    tied: bool
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Architecture:
+        """Read a configuration.
+
+        Raises:
+            ModelError: The family or its activation is not one the native decoder computes.
+        """
+        if config.model_type not in NATIVE_FAMILIES or getattr(config, "hidden_act", "silu") != "silu":
+            raise ModelError(
+                "target.implementation",
+                f"native does not compute model_type {config.model_type!r} with {getattr(config, 'hidden_act', '?')!r}",
+                f"one of {', '.join(NATIVE_FAMILIES)} with silu",
+                "use implementation: transformers (auto chooses it)",
+            )
+        layers = config.num_hidden_layers
+        window = getattr(config, "sliding_window", None)
+        if not getattr(config, "use_sliding_window", True):
+            window = None
+        kinds = getattr(config, "layer_types", None)
+        if window is None:
+            windowed = (False,) * layers
+        elif kinds is None:
+            windowed = (True,) * layers
+        else:
+            windowed = tuple(kind == "sliding_attention" for kind in kinds)
+        rotary = getattr(config, "no_rope_layers", None) or (1,) * layers
+        return cls(
+            hidden_size=config.hidden_size,
+            num_layers=layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+            head_width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            eps=config.rms_norm_eps,
+            context_length=config.max_position_embeddings,
+            window=window if any(windowed) else None,
+            windowed=windowed,
+            rotary=tuple(bool(flag) for flag in rotary),
+            tied=bool(config.tie_word_embeddings),
+        )
+
+
+def recurrent_reason(config: PretrainedConfig) -> str:
+    """Why a model's state cannot be rolled back; empty where it can be."""
+    kinds = [str(kind) for kind in (getattr(config, "layer_types", None) or ())]
+    kinds += [config.model_type]
+    marked = sorted({kind for kind in kinds if any(mark in kind for mark in _RECURRENT_MARKS)})
+    return f"recurrent or hybrid state ({', '.join(marked)}) cannot be rolled back after a rejected draft" if marked else ""

@@ -1,0 +1,103 @@
+"""What the engine asks of a target model and of its cache, whatever runtime computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specflow.types import Skip, TargetOutput
+
+__all__ = ["Cache", "Exactness", "Target", "TargetInfo"]
+
+Exactness = Literal["bit-exact", "tie-exact"]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """Facts about a loaded target."""
+
+    name: str
+    vocab_size: int  # V
+    hidden_size: int  # H
+    num_layers: int  # L
+    context_length: int  # most positions of a request
+    stop_ids: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    runtime: str  # "native", "transformers", ...
+    exactness: Exactness  # "bit-exact": a row of a pass has the same bits for any number of rows
+
+
+class Cache(Protocol):
+    """Committed key/value rows of a batch of requests, plus the scratch rows of the latest pass.
+
+    A pass reads rows below `lengths` and writes its new rows above them; only `keep` moves the boundary. A rejected
+    row therefore never counts, and nothing is ever rolled back.
+    """
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Committed rows of each batch row, on the host.  # [B]"""
+
+    @property
+    def capacity(self) -> int:
+        """Slots of each row, committed and scratch together."""
+
+    def keep(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+        """Commit the first `counts[b]` scratch rows of each row, in order of `path` where it is not a chain.
+
+        Args:
+            counts: Rows to commit.  # [B]
+            path: Rows of the latest pass to commit, PAD padded; None commits rows 0, 1, ...  # [B, D + 1]
+        """
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these batch rows, in this order (finished requests leave the batch)."""
+
+    def clear(self, row: int) -> None:
+        """Empty one batch row for another request."""
+
+    def row(self, row: int) -> Cache:
+        """A view of one batch row as a batch of one, for its prefill; it shares memory and length."""
+
+
+class Target(Protocol):
+    """A causal language model that scores several rows in one pass."""
+
+    @property
+    def info(self) -> TargetInfo: ...
+
+    def new_cache(self, batch: int, capacity: int) -> Cache: ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        mask: Tensor | None = None,
+        taps: Sequence[int] = (),
+        layers: tuple[int, int] | None = None,
+        skip: Skip | None = None,
+        hidden_in: Tensor | None = None,
+        rows: Literal["all", "last"] = "all",
+    ) -> TargetOutput:
+        """Score rows that follow each request's committed rows.
+
+        Args:
+            tokens: Token ids; PAD rows are computed and mean nothing.  # [B, M] int64
+            positions: Absolute positions.  # [B, M] int64
+            cache: Read below its lengths; new rows are written above them.
+            mask: Which new rows a new row sees; None is causal. Committed rows are always seen
+                (within the sliding window, by position).  # [B or 1, M, M] bool
+            taps: Layers whose output to return; -1 is the embedding output.
+            layers: Half-open range of layers to run; None runs all. A range that ends before the last layer still
+                applies the final norm and the head (early exit).
+            skip: Sub-layers to leave out.
+            hidden_in: Hidden states to enter the range with, in place of the embedding of `tokens`.  # [B, M, H]
+            rows: Whether the head scores all rows or only the last one (prefill).
+        """

@@ -1,0 +1,226 @@
+"""The native torch decoder for the Llama, Mistral, Qwen2, Qwen3 and SmolLM families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specflow.draft.nn.attention import KEY_STEP, plan_attention
+from specflow.draft.nn.block import BlockWeights, DecoderBlock, Pass, RMSNorm
+from specflow.draft.nn.linear import Linear, is_row_invariant
+from specflow.draft.nn.rope import RotaryTable
+from specflow.errors import CheckpointError, ModelError
+from specflow.target.architecture import Architecture
+from specflow.target.base import TargetInfo
+from specflow.target.cache import KVCache
+from specflow.types import Skip, TargetOutput
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["NativeOptions", "NativeTarget"]
+
+_NOTHING = Skip()
+
+
+@dataclass(frozen=True, slots=True)
+class NativeOptions:
+    """How to run a decoder that is already known."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    stop_ids: tuple[int, ...] = ()
+    row_invariant: bool | None = None
+    """None: where a probe of these weights finds it to hold. True: refuse where it does not."""
+
+
+class NativeTarget:
+    """A compact decoder behind the `Target` protocol.
+
+    Rows of all requests are flattened to [B * M, H] between attentions. On CPUs weights are packed for oneDNN.
+    """
+
+    def __init__(self, config: PretrainedConfig, tensors: dict[str, Tensor], options: NativeOptions) -> None:
+        """Take the weights over; `tensors` is emptied on the way so that only one copy exists at a time.
+
+        Raises:
+            CheckpointError: A tensor is missing, left over or has the wrong shape.
+            ModelError: Row invariance was asked for and does not hold here.
+        """
+        self.architecture = arch = Architecture.of(config)
+        self._rotary = RotaryTable(config, options.dtype, options.device)
+        reader = _Reader(tensors, arch, options)
+        self.embedding = reader.take("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size))
+        self.blocks = nn.ModuleList(reader.block(index) for index in range(arch.num_layers))
+        self.norm = reader.norm("model.norm.weight", arch.hidden_size)
+        self.head = reader.head(self.embedding)
+        reader.close()
+        self._row_invariant = self._settle_invariance(options)
+        self.info = TargetInfo(
+            name=options.name,
+            vocab_size=arch.vocab_size,
+            hidden_size=arch.hidden_size,
+            num_layers=arch.num_layers,
+            context_length=arch.context_length,
+            stop_ids=options.stop_ids,
+            dtype=options.dtype,
+            device=options.device,
+            runtime="native",
+            exactness="bit-exact" if self._row_invariant else "tie-exact",
+        )
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        arch = self.architecture
+        self._rotary.grow(-(-capacity // KEY_STEP) * KEY_STEP)
+        return KVCache(arch.num_layers, batch, arch.num_kv_heads, capacity, arch.head_width, like=self.embedding)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        mask: Tensor | None = None,
+        taps: Sequence[int] = (),
+        layers: tuple[int, int] | None = None,
+        skip: Skip | None = None,
+        hidden_in: Tensor | None = None,
+        rows: Literal["all", "last"] = "all",
+    ) -> TargetOutput:
+        """See `Target.forward`. Prefill passes (rows="last") take the ordinary layouts: both sides share them."""
+        batch, width = tokens.shape
+        exact = self._row_invariant and rows == "all"
+        shared = self._share(positions, cache, mask, exact)
+        hidden = F.embedding(tokens.clamp_min(0), self.embedding) if hidden_in is None else hidden_in
+        hidden = hidden.reshape(batch * width, -1)
+        if exact and hidden.shape[0] == 1:
+            hidden = hidden.expand(2, -1)
+        tapped: dict[int, Tensor] = {}
+        if -1 in taps:
+            tapped[-1] = _unflatten(hidden, batch, width)
+        first, end = layers or (0, len(self.blocks))
+        left_out = skip or _NOTHING
+        for index in range(first, end):
+            block = self.blocks[index]
+            if index not in left_out.attention:
+                hidden = hidden + block.attend(hidden, *cache.layer(index), shared)
+            if index not in left_out.mlp:
+                hidden = hidden + block.feed(hidden, shared)
+            if index in taps:
+                tapped[index] = _unflatten(hidden, batch, width)
+        normed = self.norm(hidden)
+        scored = normed if rows == "all" else _unflatten(normed, batch, width)[:, -1]
+        logits = shared.apply(self.head, scored)
+        return TargetOutput(
+            logits=_unflatten(logits, batch, width if rows == "all" else 1),
+            taps=tapped,
+            hidden_pre=_unflatten(hidden, batch, width),
+            hidden_post=_unflatten(normed, batch, width),
+        )
+
+    def _share(self, positions: Tensor, cache: KVCache, mask: Tensor | None, exact: bool) -> Pass:
+        arch = self.architecture
+        lengths, dtype = cache.lengths, self.embedding.dtype
+        cos, sin = self._rotary.at(positions.reshape(-1))
+        plan = None
+        if arch.window is not None:
+            plan = plan_attention(lengths, positions, mask, arch.window, exact, dtype)
+        full = plan_attention(lengths, positions, mask, None, exact, dtype)
+        return Pass(cos, sin, full, plan, split=exact)
+
+    def _settle_invariance(self, options: NativeOptions) -> bool:
+        if options.row_invariant is False:
+            return False
+        linears = [linear for block in self.blocks for linear in block.linears()]
+        holds = options.dtype != torch.float64 and is_row_invariant([*linears, self.head])
+        if options.row_invariant and not holds:
+            raise ModelError(
+                "target.row_invariant",
+                f"linears of {options.dtype} on {options.device} change their bits with the number of rows",
+                "bfloat16 on a CPU with oneDNN, or row_invariant: auto",
+                "run `specflow doctor` to see which dtypes hold here",
+            )
+        return holds
+
+
+def _unflatten(rows: Tensor, batch: int, width: int) -> Tensor:
+    """[B * M (padded to two), X] -> [B, M, X]"""
+    return rows[: batch * width].view(batch, width, -1)
+
+
+class _Reader:
+    """Moves named tensors of a Hugging Face checkpoint into fused layers, and accounts for every one of them."""
+
+    def __init__(self, tensors: dict[str, Tensor], arch: Architecture, options: NativeOptions) -> None:
+        self._tensors, self._arch, self._options = tensors, arch, options
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._tensors:
+            near = ", ".join(sorted(self._tensors)[:3])
+            raise CheckpointError(self._options.name, f"tensor {name!r} is missing", f"shape {shape}", f"there are {near}, ...")
+        tensor = self._tensors.pop(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(self._options.name, f"{name} has shape {tuple(tensor.shape)}", f"{shape}")
+        return tensor.to(self._options.device, self._options.dtype)
+
+    def norm(self, name: str, width: int) -> RMSNorm:
+        return RMSNorm(self.take(name, (width,)), self._arch.eps)
+
+    def fused(self, prefix: str, parts: Mapping[str, int], width: int) -> Linear:
+        """One linear from several, stacked in the order of `parts` (name -> output rows)."""
+        weight = torch.cat([self.take(f"{prefix}.{part}.weight", (rows, width)) for part, rows in parts.items()])
+        biased = [f"{prefix}.{part}.bias" in self._tensors for part in parts]
+        bias = None
+        if any(biased):
+            bias = torch.cat([self.take(f"{prefix}.{part}.bias", (rows,)) for part, rows in parts.items()])
+        linear = Linear(weight, bias)
+        linear.pack()
+        return linear
+
+    def head(self, embedding: Tensor) -> Linear:
+        name = "lm_head.weight"
+        if self._arch.tied:
+            self._tensors.pop(name, None)
+        linear = Linear(embedding if self._arch.tied else self.take(name, tuple(embedding.shape)))
+        linear.pack()
+        return linear
+
+    def block(self, index: int) -> DecoderBlock:
+        arch, prefix = self._arch, f"model.layers.{index}"
+        inner = arch.num_heads * arch.head_width
+        outer = arch.num_kv_heads * arch.head_width
+        gate = self._tensors.get(f"{prefix}.mlp.gate_proj.weight")
+        wide = 0 if gate is None else gate.shape[0]
+        normed = f"{prefix}.self_attn.q_norm.weight" in self._tensors
+        return DecoderBlock(
+            BlockWeights(
+                qkv=self.fused(f"{prefix}.self_attn", {"q_proj": inner, "k_proj": outer, "v_proj": outer}, arch.hidden_size),
+                out=self.fused(f"{prefix}.self_attn", {"o_proj": arch.hidden_size}, inner),
+                gate_up=self.fused(f"{prefix}.mlp", {"gate_proj": wide, "up_proj": wide}, arch.hidden_size),
+                down=self.fused(f"{prefix}.mlp", {"down_proj": arch.hidden_size}, wide),
+                attention_norm=self.norm(f"{prefix}.input_layernorm.weight", arch.hidden_size),
+                mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight", arch.hidden_size),
+                query_norm=self.norm(f"{prefix}.self_attn.q_norm.weight", arch.head_width) if normed else None,
+                key_norm=self.norm(f"{prefix}.self_attn.k_norm.weight", arch.head_width) if normed else None,
+                num_heads=arch.num_heads,
+                num_kv_heads=arch.num_kv_heads,
+                head_width=arch.head_width,
+                scale=arch.head_width**-0.5,
+                rotary=arch.rotary[index],
+                windowed=arch.windowed[index],
+            )
+        )
+
+    def close(self) -> None:
+        ignored = (".rotary_emb.inv_freq",)
+        left = [name for name in self._tensors if not name.endswith(ignored)]
+        if left:
+            raise CheckpointError(
+                self._options.name, f"{len(left)} tensors are not part of this architecture: {', '.join(sorted(left)[:4])}"
+            )
