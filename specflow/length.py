@@ -26,8 +26,6 @@ __all__ = [
     "Policy",
 ]
 
-MOST_DRAFTS = 128
-
 
 class LengthPolicy(Protocol):
     """Decides before drafting, may shorten after it, learns from what was accepted."""
@@ -65,22 +63,17 @@ class LengthPolicy(Protocol):
 
 
 class FixedConfig(BaseModel):
-    """Always the same number of draft tokens."""
+    """Always k tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    k: int = Field(5, ge=0, le=MOST_DRAFTS, description="draft tokens of a block, the bonus token excluded; 0 is plain decoding")
-
 
 class Fixed:
-    """K tokens, every round."""
+    """K tokens, every round; 0 is plain decoding."""
 
-    def __init__(self, k: int = 5) -> None:
-        self.config = FixedConfig(k=k)
-
-    @property
-    def k(self) -> int:
-        return self.config.k
+    def __init__(self, k: int) -> None:
+        assert k >= 0, f"k is {k}"
+        self.k = k
 
     def reset(self, batch: int) -> None:
         pass
@@ -106,28 +99,26 @@ class AdditiveConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    k: int = Field(8, ge=1, le=MOST_DRAFTS, description="most draft tokens of a block, the bonus token excluded")
-    start: int = Field(4, ge=1, le=MOST_DRAFTS, description="draft tokens of a request's first block; k where k is smaller")
+    start: int | None = Field(None, ge=1, description="tokens of a request's first block; null starts at k")
     up: int = Field(2, ge=0, description="added after a block that was accepted whole")
-    down: int = Field(1, ge=0, description="taken away after any other block")
+    down: int = Field(1, ge=0, description="taken off after any other block")
 
 
 class Additive:
     """The heuristic schedule of Hugging Face's assisted generation, per row, within 1 .. k."""
 
-    def __init__(self, k: int = 8, start: int = 4, up: int = 2, down: int = 1) -> None:
-        self.config = AdditiveConfig(k=k, start=start, up=up, down=down)
+    def __init__(self, k: int, start: int | None = None, up: int = 2, down: int = 1) -> None:
+        assert k >= 1, f"k is {k}"
+        self.k = k
+        self.config = AdditiveConfig(start=start, up=up, down=down)
+        self._first = min(start or k, k)
         self._lengths: list[int] = []
 
-    @property
-    def k(self) -> int:
-        return self.config.k
-
     def reset(self, batch: int) -> None:
-        self._lengths = [min(self.config.start, self.k)] * batch
+        self._lengths = [self._first] * batch
 
     def start(self, row: int) -> None:
-        self._lengths[row] = min(self.config.start, self.k)
+        self._lengths[row] = self._first
 
     def select(self, rows: Sequence[int]) -> None:
         self._lengths = [self._lengths[row] for row in rows]
@@ -151,11 +142,10 @@ class ByMatchConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    k: int = Field(16, ge=1, le=MOST_DRAFTS, description="most draft tokens of a block, the bonus token excluded")
     per_match: float = Field(2.0, gt=0.0, description="most draft tokens per matched token")
-    row_price: float = Field(0.05, ge=0.0, description="cost of one more row of a target pass, in plain steps; 0 never stops")
+    row_price: float = Field(0.05, ge=0.0, description="cost of one more row of a target pass, in plain steps")
     fixed_price: float = Field(0.05, ge=0.0, description="cost of drafting at all, in plain steps")
-    probe: int = Field(16, ge=1, description="rounds before a match length that did not pay is tried again; doubles up to 16 times")
+    probe: int = Field(16, ge=1, description="rounds until match lengths that did not pay are tried again")
 
 
 class ByMatch:
@@ -170,26 +160,20 @@ class ByMatch:
     """
 
     def __init__(
-        self,
-        k: int = 16,
-        per_match: float = 2.0,
-        row_price: float = 0.05,
-        fixed_price: float = 0.05,
-        probe: int = 16,
+        self, k: int, per_match: float = 2.0, row_price: float = 0.05, fixed_price: float = 0.05, probe: int = 16
     ) -> None:
-        self.config = ByMatchConfig(k=k, per_match=per_match, row_price=row_price, fixed_price=fixed_price, probe=probe)
+        assert k >= 1, f"k is {k}"
+        self.k = k
+        self.config = ByMatchConfig(per_match=per_match, row_price=row_price, fixed_price=fixed_price, probe=probe)
         self._rows: list[_Row] = []
         self._matched: tuple[int, ...] | None = None  # [B] of the block under verification
 
-    @property
-    def k(self) -> int:
-        return self.config.k
     def reset(self, batch: int) -> None:
-        self._rows = [_Row(self.config) for _ in range(batch)]
+        self._rows = [_Row(self.k, self.config) for _ in range(batch)]
         self._matched = None
 
     def start(self, row: int) -> None:
-        self._rows[row] = _Row(self.config)
+        self._rows[row] = _Row(self.k, self.config)
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
@@ -224,6 +208,7 @@ MOST_WAITS = 16  # a parked class is probed at least once in this many times `pr
 class _MatchClass:
     """What one row knows about drafts that continue matches of similar length. Counts fade by KEEP a draft."""
 
+    k: int
     config: ByMatchConfig
     cap: int = field(init=False)
     wait: int = field(init=False)
@@ -254,7 +239,7 @@ class _MatchClass:
         """The number of draft tokens that yields most tokens per cost; 0 where the plain step does."""
         reach, keeps = self.first_wins / self.first_tries, self.later_wins / self.later_tries
         best, best_rate, expected = 0, 1.0, 1.0
-        for n in range(1, self.config.k + 1):
+        for n in range(1, self.k + 1):
             expected += reach
             reach *= keeps
             rate = expected / (1 + self.config.fixed_price + n * self.config.row_price)
@@ -266,8 +251,8 @@ class _MatchClass:
 class _Row:
     """One request's classes and the table of caps they add up to."""
 
-    def __init__(self, config: ByMatchConfig) -> None:
-        self._classes = [_MatchClass(config) for _ in range(NUM_CLASSES)]
+    def __init__(self, k: int, config: ByMatchConfig) -> None:
+        self._classes = [_MatchClass(k, config) for _ in range(NUM_CLASSES)]
         self._round = 0
         self._caps: list[int] = []
         self._table: tuple[int, ...] = ()
@@ -292,7 +277,7 @@ def _within(length: int, limit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A length policy by name: its recipe section and its class, whose arguments are the section's fields."""
+    """A length policy by name: its options, and its class, which takes k and the options by their names."""
 
     config: type[BaseModel]
     policy: Callable[..., LengthPolicy]
@@ -303,5 +288,5 @@ class Policy:
 POLICIES: Mapping[str, Policy] = {
     "fixed": Policy(FixedConfig, Fixed),
     "additive": Policy(AdditiveConfig, Additive),
-    "by_match": Policy(ByMatchConfig, ByMatch, frozenset({"match_lengths"})),
+    "match": Policy(ByMatchConfig, ByMatch, frozenset({"match_lengths"})),
 }

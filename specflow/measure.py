@@ -38,7 +38,6 @@ __all__ = [
     "check_counts",
     "file_sha256",
     "merge_counts",
-    "merge_timings",
     "metrics",
     "spread",
     "write_json_atomic",
@@ -181,15 +180,6 @@ def merge_counts(many: Iterable[Counts]) -> Counts:
                 setattr(total, item.name, [a + b for a, b in zip(*padded, strict=True)])
             else:
                 setattr(total, item.name, mine + theirs)
-    return total
-
-
-def merge_timings(many: Iterable[Timings]) -> Timings:
-    """Sum of the spans of several requests."""
-    total = Timings()
-    for timings in many:
-        for item in dataclasses.fields(Timings):
-            setattr(total, item.name, getattr(total, item.name) + getattr(timings, item.name))
     return total
 
 

@@ -107,7 +107,7 @@ class RequestState:
             elif len(self.tokens) >= self._most:
                 self.finish = self._capped_by
             if self.finish is not None:
-                self._text.close(self.tokens, stopped=token in self._stops)
+                self._text.close()
                 return kept
         return len(tokens)
 
@@ -167,7 +167,7 @@ class _Text:
 
     def push(self, token: int, num_tokens: int) -> str | None:
         """Add a token; the stop string that its text completes, if one does."""
-        fresh = self.stream.push(token)
+        fresh = self.stream.push((token,))
         if not fresh:
             return None
         start = max(0, len(self.text) - self._held)
@@ -182,10 +182,10 @@ class _Text:
         self._closed = True
         return stop
 
-    def close(self, tokens: Sequence[int], stopped: bool) -> None:
+    def close(self) -> None:
         """No more tokens: incomplete characters at the end become final, unless a stop string has cut the text."""
         if not self._closed:
-            self.text += self.stream.flush(tokens[:-1] if stopped else tokens)
+            self.text += self.stream.flush()
             self._closed = True
 
     def take(self) -> str:

@@ -130,7 +130,8 @@ def _messages(value: Any) -> list[dict[str, str]]:
     for index, message in enumerate(value):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ValueError(f"messages[{index}]: expected role ({', '.join(ROLES)}) and content")
-        messages.append({"role": message["role"], "content": _text(message.get("content"), f"messages[{index}].content")})
+        content = _text(message.get("content"), f"messages[{index}].content")
+        messages.append({"role": message["role"], "content": content})
     if messages[-1]["role"] != "user":
         raise ValueError(f"messages: the last one is from {messages[-1]['role']}; expected the user's, to be answered")
     return messages

@@ -45,16 +45,17 @@ def load_peers(names: Sequence[str], target: PeerTarget) -> list[TransformersPee
 
 
 def _transformers(target: PeerTarget) -> list[TransformersPeer]:
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    import transformers
 
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(target.directory), dtype=target.dtype, attn_implementation="sdpa", local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ModelError(str(target.directory), f"transformers cannot load it: {error}") from error
     model = model.to(target.device).eval()
-    model.generation_config = GenerationConfig()  # the checkpoint's own defaults must not decide what is compared
+    blank: Any = transformers.GenerationConfig
+    model.generation_config = blank()  # the checkpoint's own defaults must not decide what is compared
     passes = _PassCounter()
     model.register_forward_pre_hook(passes)
     return [TransformersPeer(model, target, passes, lookup) for lookup in (None, *LOOKUP_TOKENS)]
@@ -130,10 +131,11 @@ class TransformersPeer:
         return self._outcome(request, tokens, started, arrivals)
 
     def _settings(self, request: Request) -> Any:
-        from transformers import GenerationConfig
+        import transformers
 
+        config: Any = transformers.GenerationConfig
         stops = [] if request.ignore_eos else list(self._target.stop_ids)
-        return GenerationConfig(
+        return config(
             do_sample=False,
             use_cache=True,
             max_new_tokens=request.max_new_tokens,

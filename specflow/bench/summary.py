@@ -21,7 +21,6 @@ from specflow.types import Counts
 __all__ = ["OVERALL", "SummaryRow", "acceptance_csv", "acceptance_rows", "summarise", "summary_csv"]
 
 OVERALL = "overall"
-SPANS = ("draft_s", "target_s", "verify_s", "other_s")
 Row = Mapping[str, Any]
 
 
@@ -48,7 +47,7 @@ class SummaryRow:
     ttft_median_ms: float | None = None
     tpot_median_ms: float | None = None
     latency_median_s: float | None = None
-    draft_share: float | None = None  # of the four spans of all rounds
+    draft_share: float | None = None  # of the time from first to last token; the four add up to 1
     target_share: float | None = None
     verify_share: float | None = None
     other_share: float | None = None
@@ -94,7 +93,7 @@ def summarise(rows: Iterable[Row], baseline: str) -> list[SummaryRow]:
 def acceptance_rows(rows: Iterable[Row]) -> list[tuple[str, str, PositionRate]]:
     """(subset, method, rate) of every draft position."""
     rows = [row for row in rows if row.get("counts") and row["repetition"] == 0]
-    found = []
+    found: list[tuple[str, str, PositionRate]] = []
     for subset in _subsets(rows):
         inside = [row for row in rows if subset in (OVERALL, row["category"])]
         for name in dict.fromkeys(row["method"] for row in inside):
@@ -185,11 +184,12 @@ def _add_acceptance(result: SummaryRow, rows: Sequence[Row]) -> None:
 
 
 def _add_shares(result: SummaryRow, rows: Sequence[Row]) -> None:
-    timed = [row["timings"] for row in rows if row["timings"]]
-    total = sum(timings[span] for timings in timed for span in SPANS)
+    timed = [row for row in rows if row["timings"]]
+    total = sum(row["decode_s"] for row in timed)
     if total:
-        shares = [sum(timings[span] for timings in timed) / total for span in SPANS]
-        result.draft_share, result.target_share, result.verify_share, result.other_share = shares
+        spent = [sum(row["timings"][span] for row in timed) / total for span in ("draft_s", "target_s", "verify_s")]
+        result.draft_share, result.target_share, result.verify_share = spent
+        result.other_share = 1.0 - sum(spent)  # what no span claims is overhead too
 
 
 def _compare(part: Sequence[SummaryRow], groups: Mapping[str, Prompts], baseline: str) -> None:

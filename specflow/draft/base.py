@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from specflow.target.base import Target
     from specflow.types import DraftBlock, DraftBudget, Observation
 
-__all__ = ["Drafter", "Needs", "Uniforms"]
+__all__ = ["Drafter", "Needs", "SourceContext", "Uniforms"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceContext:
+    """What a source may build its drafter from, beside its own options."""
+
+    target: Target
+    k: int  # most draft tokens of a block
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ Pure data for the graph's checks. A source says what it `offers`; a dependency s
 on neither side, so a new source joins a dependency by offering what it asks for.
 
 Offers known to the toolkit:
-    continuation    tokens that followed an earlier occurrence of the newest tokens
-    match_lengths   how many tokens of the text each row's continuation is based on (length policies may ask for it)
-    step            the next token's law after any draft prefix, one pass a token
-    block_logits    logits of all positions of a block, from one pass over the context
+    tokens          a continuation to copy
+    match_lengths   how many tokens of the text each row's continuation is based on (length policies may need it)
+    logits          of the next position after any draft prefix, one pass a token
+    marginals       of all positions of a block at once, from one pass over the context
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Dependency:
 DEPENDENCIES = {
     dependency.name: dependency
     for dependency in (
-        Dependency("copy", "tokens are copied from earlier text", frozenset({"continuation"}), "none", True),
-        Dependency("ar", "each position follows the one before", frozenset({"step"}), "token", True),
-        Dependency("parallel", "all positions at once", frozenset({"block_logits"}), "block", False),
+        Dependency("copy", "tokens are copied from earlier text", frozenset({"tokens"}), "none", True),
+        Dependency("ar", "each position follows the one before", frozenset({"logits"}), "token", True),
+        Dependency("parallel", "all positions at once", frozenset({"marginals"}), "block", False),
         Dependency(
             "parallel+corrector",
             "all positions at once, then a small correction by the token before",
-            frozenset({"block_logits"}),
+            frozenset({"marginals"}),
             "block",
             True,
         ),

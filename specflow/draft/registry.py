@@ -38,7 +38,7 @@ class SourceInfo:
         reads: What it learns from a commit: "tokens", and "features" where it drafts from target features
             (a config field `taps` then names the layers).
         confidence_from: What the confidence of a node depends on, as in `DraftBlock`; None where it has none.
-        methods: Preset name -> options it stands for; the source's own name is always a preset.
+        methods: Preset name (`draft.method`) -> options it stands for; without any, the source's name is the preset.
     """
 
     name: str
@@ -62,7 +62,7 @@ class SourceRegistry(Mapping[str, SourceInfo]):
     def __init__(self) -> None:
         self._sources: dict[str, SourceInfo] = {}
 
-    def add(self, info: SourceInfo, origin: str) -> None:
+    def add(self, info: object, origin: str) -> None:
         """Register a source; `origin` names the module in errors."""
         if not isinstance(info, SourceInfo):
             raise RecipeError(origin, f"a {type(info).__name__}", "a SourceInfo", "a source file needs SOURCE")
@@ -89,7 +89,7 @@ def discover() -> SourceRegistry:
     for module in sorted(pkgutil.iter_modules(sources.__path__), key=lambda found: found.name):
         if not module.name.startswith("_"):
             path = f"{sources.__name__}.{module.name}"
-            registry.add(getattr(importlib.import_module(path), "SOURCE", None), path)  # type: ignore[arg-type]
+            registry.add(getattr(importlib.import_module(path), "SOURCE", None), path)
     for point in entry_points(group=ENTRY_POINTS):
         registry.add(point.load(), f"entry point {point.name} ({point.value})")
     return registry

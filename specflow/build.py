@@ -1,0 +1,148 @@
+"""The one place where names become objects: recipe or graph in, engine out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specflow.draft.base import SourceContext
+from specflow.engine import Engine, EngineParts, EngineSettings
+from specflow.errors import ModelError
+from specflow.graph import DecodeGraph, TargetFacts
+from specflow.length import POLICIES, Fixed
+from specflow.target.architecture import NATIVE_FAMILIES, recurrent_reason
+from specflow.target.huggingface import load_huggingface
+from specflow.target.load import load_tokenizer, read_tensors, resolve_model
+from specflow.target.transformer import NativeOptions, NativeTarget
+from specflow.verify import RULES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from specflow.draft.base import Drafter
+    from specflow.length import LengthPolicy
+    from specflow.recipe import Recipe
+    from specflow.recipe_sections import TargetSection
+    from specflow.target.base import Target
+    from specflow.target.store import ModelFiles
+    from specflow.text import TextCodec
+    from specflow.verify import Rule
+
+__all__ = ["LoadedTarget", "build_engine", "load_target"]
+
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """A target with its text side, to be shared between engines."""
+
+    target: Target
+    codec: TextCodec
+
+    @property
+    def facts(self) -> TargetFacts:
+        info = self.target.info
+        return TargetFacts(num_layers=info.num_layers, vocab_size=info.vocab_size, hidden_size=info.hidden_size)
+
+
+def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = None) -> Engine:
+    """Turn a recipe, or a graph made in Python, into an engine.
+
+    Args:
+        recipe: What to build; it is checked as a graph first, with the facts of the loaded target.
+        target: A target that is already loaded; None loads the recipe's.
+
+    Raises:
+        GraphError: The parts do not fit together.
+        ModelError: The target cannot be loaded.
+    """
+    graph = recipe if isinstance(recipe, DecodeGraph) else DecodeGraph.from_recipe(recipe)
+    graph.check()
+    recipe = graph.to_recipe()
+    loaded = target or load_target(recipe.target)
+    graph.check(loaded.facts)
+    parts = EngineParts(
+        target=loaded.target,
+        codec=loaded.codec,
+        rule=_rule(recipe),
+        length=_length(recipe),
+        drafter=_drafter(recipe, loaded.target),
+    )
+    runtime = recipe.runtime
+    return Engine(parts, EngineSettings(runtime.batch, runtime.context, runtime.prefill_chunk))
+
+
+def load_target(section: TargetSection) -> LoadedTarget:
+    """Fetch, convert and load the model a recipe names.
+
+    Raises:
+        ModelError: It cannot be found, fetched or run here; the reason is named.
+    """
+    if section.threads is not None:
+        torch.set_num_threads(section.threads)
+    files = resolve_model(section.model, section.revision)
+    config = _read_config(files, section)
+    reason = recurrent_reason(config)
+    if reason:
+        raise ModelError("target.model", f"{section.model}: {reason}", "an attention-only model", "choose another target")
+    codec = load_tokenizer(files)
+    device = _device(section.device)
+    dtype = _dtype(section.dtype, device, config)
+    if section.implementation == "native" or (section.implementation == "auto" and config.model_type in NATIVE_FAMILIES):
+        invariant = None if section.row_invariant == "auto" else section.row_invariant
+        options = NativeOptions(files.name, dtype, device, codec.stop_ids, invariant)
+        return LoadedTarget(NativeTarget(config, read_tensors(files.directory), options), codec)
+    if section.row_invariant is True:
+        raise ModelError(
+            "target.row_invariant", f"the transformers adapter cannot promise it for {section.model}", "auto or false"
+        )
+    options = NativeOptions(files.name, dtype, device, codec.stop_ids, row_invariant=False)
+    return LoadedTarget(load_huggingface(files.directory, options, section.trust_remote_code), codec)
+
+
+def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(files.directory, trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(section.model, f"its configuration cannot be read: {reason}", "a model that transformers knows") from error
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(name)
+    missing = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
+    if missing.get(device.type, False):
+        raise ModelError("target.device", f"{name} is not available here", "cpu", "run `specflow doctor` to see the devices")
+    return device
+
+
+def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
+    """`auto` is float32 on CPUs and the checkpoint's own type elsewhere."""
+    if name != "auto":
+        return _DTYPES[name]
+    own = getattr(config, "dtype", None)
+    return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
+
+
+def _rule(recipe: Recipe) -> Rule:
+    section = recipe.verify
+    return RULES[section.rule](**section.model_dump(exclude={"rule", "lossless"}))
+
+
+def _length(recipe: Recipe) -> LengthPolicy:
+    if recipe.draft is None or recipe.draft.k == 0:
+        return Fixed(0)
+    return POLICIES[recipe.length.policy].policy(k=recipe.draft.k, **recipe.length.options)
+
+
+def _drafter(recipe: Recipe, target: Target) -> Drafter | None:
+    if recipe.draft is None or recipe.draft.k == 0:
+        return None
+    return recipe.draft.info.build(recipe.draft.options, SourceContext(target=target, k=recipe.draft.k))

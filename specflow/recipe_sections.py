@@ -1,0 +1,280 @@
+"""Sections of a recipe: frozen pydantic models that refuse unknown keys. No torch.
+
+The draft section takes its options from the source it names (`specflow.draft.registry`), so a new source brings its own
+keys, checks and schema without a change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from specflow.draft.registry import SourceInfo, discover
+from specflow.length import MOST_DRAFTS, POLICIES
+
+__all__ = [
+    "VERIFIES",
+    "BlockVerify",
+    "Choice",
+    "DraftSection",
+    "LengthSection",
+    "MatchVerify",
+    "RejectionVerify",
+    "RuntimeSection",
+    "Section",
+    "TargetSection",
+    "TuneRange",
+    "TypicalVerify",
+    "VerifySection",
+    "draft_sections",
+    "expand_method",
+    "fault",
+    "length_sections",
+]
+
+
+def fault(key: str, found: str, expected: str, choices: tuple[str, ...] = ()) -> PydanticCustomError:
+    """An error that keeps what the loader needs: key (relative, dotted), found, expected, valid names."""
+    context = {"key": key, "found": found, "expected": expected, "choices": choices}
+    return PydanticCustomError("recipe", "{found}; expected {expected}", context)
+
+
+class Section(BaseModel):
+    """Base of all sections."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetSection(Section):
+    """The model whose text is produced, and where it runs."""
+
+    model: str = Field("smollm2-135m", min_length=1, description="embedded model, HF id, local folder or .gguf file")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field("auto", description="type of the weights")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:0, mps")
+    implementation: Literal["auto", "native", "transformers"] = Field("auto", description="which decoder computes it")
+    row_invariant: Literal["auto", True, False] = Field(
+        "auto", description="a row has the same bits for any number of rows, so speculation equals plain decoding"
+    )
+    revision: str | None = Field(None, description="branch, tag or commit of an HF id")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null leaves the choice to torch")
+
+
+class DraftSection(Section):
+    """Where drafts come from. Every source has its own subclass, which adds its options (see `draft_sections`)."""
+
+    source: str = Field(description="where the draft gets its information")
+    dependency: str = Field(description="in what order the positions of a block depend on each other")
+    k: int = Field(8, ge=0, le=MOST_DRAFTS, description="most draft tokens of a round, the bonus token excluded; 0 is plain decoding")
+
+    @property
+    def info(self) -> SourceInfo:
+        """What the source says about itself."""
+        return discover()[self.source]
+
+    @property
+    def options(self) -> BaseModel:
+        """The source's own config."""
+        config = self.info.config
+        return config.model_validate({name: getattr(self, name) for name in config.model_fields})
+
+    @property
+    def method(self) -> str | None:
+        """Name of the preset that stands for these axes, if one does."""
+        for name, fixed in self.info.presets().items():
+            if all(getattr(self, key) == value for key, value in fixed.items()):
+                return name
+        return None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = handler.resolve_ref_schema(handler(schema))
+        names = list(discover()[cls.model_fields["source"].default].presets())
+        method = {"enum": names, "description": "preset of the axes: source, dependency and the source's options"}
+        found["properties"] = {"method": method, **found["properties"]}
+        return found
+
+
+@cache
+def draft_sections() -> dict[str, type[DraftSection]]:
+    """Source name -> its draft section: source, dependency and k, plus the source's own options."""
+    return {name: _draft_section(info) for name, info in discover().items()}
+
+
+def _draft_section(info: SourceInfo) -> type[DraftSection]:
+    clash = {"method", *DraftSection.model_fields} & set(info.config.model_fields)
+    assert not clash, f"options of source {info.name} hide keys of the draft section: {sorted(clash)}"
+    fields: Any = {
+        "source": (Literal[info.name], Field(info.name, description=DraftSection.model_fields["source"].description)),
+        "dependency": (
+            Literal[info.dependency],
+            Field(info.dependency[0], description=DraftSection.model_fields["dependency"].description),
+        ),
+    }
+    made = create_model(f"{info.name.title().replace('_', '')}Draft", __base__=(info.config, DraftSection), **fields)
+    made.__doc__ = info.config.__doc__
+    return made
+
+
+def expand_method(data: Any) -> Any:
+    """Replace `method` by the axes it stands for; axes written beside it must agree."""
+    if not isinstance(data, Mapping):
+        return data
+    presets = {name: (info, fixed) for info in discover().values() for name, fixed in info.presets().items()}
+    given = dict(data)
+    if "method" not in given:
+        if "source" not in given:
+            raise fault("", "neither method nor source", "one of them, or no draft section", tuple(presets))
+        return given
+    method = given.pop("method")
+    if method not in presets:
+        raise fault("method", f"unknown method {method!r}", f"one of: {', '.join(presets)}", tuple(presets))
+    info, options = presets[method]
+    fixed = {"source": info.name, **options}
+    for key, value in fixed.items():
+        if given.setdefault(key, value) != value:
+            raise fault(key, f"{given[key]!r}, which contradicts method {method}", f"{value!r}, or no method")
+    return given
+
+
+class VerifySection(Section):
+    """Which rule decides what is kept of a block."""
+
+    lossy: ClassVar[bool] = False  # the text's law is not the target's
+    needs_law: ClassVar[bool] = False  # reads the law the block was drawn from
+    rule: str
+    lossless: bool = Field(True, description="false admits rules that change the law of the text")
+
+
+class MatchVerify(VerifySection):
+    """Keep a draft token where it equals the token the target draws; equals plain decoding token for token."""
+
+    rule: Literal["match"] = "match"
+
+
+class RejectionVerify(VerifySection):
+    """Keep a draft token with probability min(1, p/q), else draw from the residual (Leviathan; Chen)."""
+
+    needs_law: ClassVar[bool] = True
+    rule: Literal["rejection"] = "rejection"
+
+
+class BlockVerify(VerifySection):
+    """Rejection over the block as a whole: the same law, longer accepted blocks (arXiv 2403.10444)."""
+
+    needs_law: ClassVar[bool] = True
+    rule: Literal["block"] = "block"
+
+
+class TypicalVerify(VerifySection):
+    """Keep a draft token the target finds likely enough, p > min(epsilon, delta * exp(-entropy)). Lossy (Medusa)."""
+
+    lossy: ClassVar[bool] = True
+    rule: Literal["typical"] = "typical"
+    epsilon: float = Field(0.09, gt=0.0, lt=1.0, description="a token this likely is always kept")
+    delta: float = Field(0.3, gt=0.0, description="how much less is enough where the target is unsure")
+
+    @model_validator(mode="after")
+    def _said_so(self) -> TypicalVerify:
+        if self.lossless:
+            raise fault("rule", "rule typical, which is lossy, with lossless: true", "lossless: false beside it")
+        return self
+
+
+class LengthSection(Section):
+    """How many tokens a round drafts, up to `draft.k`. Every policy has its own subclass (see `length_sections`)."""
+
+    policy: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The policy's own arguments, all but k."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name != "policy"}
+
+
+@cache
+def length_sections() -> dict[str, type[LengthSection]]:
+    """Policy name -> its length section: the policy's config without k, which stands in the draft section."""
+    return {name: _length_section(name, policy.config) for name, policy in POLICIES.items()}
+
+
+def _length_section(name: str, config: type[BaseModel]) -> type[LengthSection]:
+    fields: Any = {key: (field.annotation, field) for key, field in config.model_fields.items() if key != "k"}
+    fields["policy"] = (Literal[name], Field(name, description="how the length is chosen"))
+    made = create_model(f"{name.title().replace('_', '')}Length", __base__=LengthSection, **fields)
+    made.__doc__ = config.__doc__
+    return made
+
+
+class RuntimeSection(Section):
+    """How requests share the machine."""
+
+    batch: int = Field(1, ge=1, description="requests decoded together")
+    context: int | None = Field(None, ge=2, description="most positions of a request; null is the model's own limit")
+    prefill_chunk: int = Field(512, ge=1, description="prompt tokens scored in one pass")
+
+
+class TuneRange(Section):
+    """Values a tuner may give one key: either a list of choices, or a range."""
+
+    choices: tuple[bool | int | float | str | None, ...] | None = Field(None, min_length=1, description="values to try")
+    low: int | float | None = Field(None, description="smallest value of a range")
+    high: int | float | None = Field(None, description="largest value of a range")
+    step: int | float | None = Field(None, gt=0, description="distance between values of a range")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> TuneRange:
+        ends = (self.low, self.high)
+        if self.choices is not None:
+            if ends != (None, None) or self.step is not None:
+                raise fault("choices", "choices and a range together", "one of the two")
+        elif self.low is None or self.high is None:
+            raise fault("", "neither choices nor both ends of a range", "choices: [...], or low and high")
+        elif self.low > self.high:
+            raise fault("low", f"low {self.low} above high {self.high}", "low <= high")
+        return self
+
+    @property
+    def ends(self) -> tuple[bool | int | float | str | None, ...]:
+        """Values that stand for all others when a recipe is checked: every choice, or both ends."""
+        return self.choices if self.choices is not None else (self.low, self.high)
+
+
+class Choice:
+    """Annotation: one of several section models, chosen by the value of one key."""
+
+    def __init__(
+        self,
+        key: str,
+        sections: Callable[[], Mapping[str, type[Section]]],
+        default: str | None = None,
+        expand: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.key = key
+        self.sections = sections
+        self._default = default
+        self._expand = expand
+
+    def tag(self, value: Any) -> Any:
+        """The chosen name of raw data or of a section."""
+        if isinstance(value, Mapping):
+            return value.get(self.key, self._default)
+        return getattr(value, self.key, self._default)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices = {name: handler.generate_schema(section) for name, section in self.sections().items()}
+        union = core_schema.tagged_union_schema(choices, discriminator=self.tag)
+        return union if self._expand is None else core_schema.no_info_before_validator_function(self._expand, union)
+
+
+VERIFIES: dict[str, type[VerifySection]] = {
+    "match": MatchVerify,
+    "rejection": RejectionVerify,
+    "block": BlockVerify,
+    "typical": TypicalVerify,
+}

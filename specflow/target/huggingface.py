@@ -1,0 +1,329 @@
+"""Any causal language model of `transformers` behind the `Target` protocol.
+
+The model runs as it is; ours are the cache it writes to, the masks and the positions. A pass gets an explicit 4-D
+additive mask and explicit positions, so ragged batches, trees and rollback are exact. What a model's structure does
+not allow is refused when it is loaded, by trying it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
+
+from specflow.draft.nn.attention import plan_attention
+from specflow.errors import CheckpointError, ModelError
+from specflow.target.architecture import recurrent_reason
+from specflow.target.base import TargetInfo
+from specflow.target.cache import KVCache
+from specflow.target.stack import DecoderStack
+from specflow.types import Skip, TargetOutput
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from specflow.target.transformer import NativeOptions
+
+__all__ = ["HuggingFaceTarget", "load_huggingface"]
+
+log = logging.getLogger(__name__)
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_CACHE_NAMES = ("cache", "past_key_values")
+"""What models call the cache argument: transformers renamed it in 5.24."""
+
+
+class HuggingFaceTarget:
+    """A `transformers` causal language model behind the `Target` protocol. Not re-entrant: hooks are set for a pass."""
+
+    def __init__(self, model: PreTrainedModel, options: NativeOptions) -> None:
+        """Take over a loaded model, already on its device and in its dtype.
+
+        Raises:
+            ModelError: Its state cannot be rolled back, or it does not honour explicit masks, positions and caches.
+        """
+        config = model.config.get_text_config(decoder=True)
+        _refuse(config, options)
+        self._model = model.eval().requires_grad_(False)
+        self._kinds, self._window = _attention_kinds(config)
+        self._cache_name, self._cuts_logits = _read_signature(model)
+        self._options, self._num_layers = options, config.num_hidden_layers
+        logits = self._study()
+        self.info = TargetInfo(
+            name=options.name,
+            vocab_size=logits.shape[-1],
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            context_length=_context_length(config),
+            stop_ids=options.stop_ids,
+            dtype=options.dtype,
+            device=options.device,
+            runtime="transformers",
+            exactness="tie-exact",
+        )
+        self._compare_with_plain()
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        heads = max(shape[1] for shapes in self._shapes for shape in shapes)
+        width = max(shape[3] for shapes in self._shapes for shape in shapes)
+        like = torch.empty(0, dtype=self._options.dtype, device=self._options.device)
+        return KVCache(self._num_layers, batch, heads, capacity, width, like=like)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        mask: Tensor | None = None,
+        taps: Sequence[int] = (),
+        layers: tuple[int, int] | None = None,
+        skip: Skip | None = None,
+        hidden_in: Tensor | None = None,
+        rows: Literal["all", "last"] = "all",
+    ) -> TargetOutput:
+        """See `Target.forward`."""
+        span = layers or (0, self._num_layers)
+        wanted = [tap for tap in taps if tap < 0 or span[0] <= tap < span[1]]
+        lengths = cache.lengths
+        arguments: dict[str, Any] = {
+            "input_ids": tokens.clamp_min(0),
+            "position_ids": positions,
+            "attention_mask": self._masks(lengths, positions, mask),
+            self._cache_name: TransformersCache(
+                layers=[_PassLayer(*cache.layer(index), lengths) for index in range(self._num_layers)]
+            ),
+        }
+        if rows == "last" and self._cuts_logits:
+            arguments["logits_to_keep"] = 1
+        with self._stack.watch(wanted, span[0], hidden_in) as seen, self._stack.leave_out(span, skip or Skip()):
+            logits = self._model(**arguments, use_cache=True, return_dict=True).logits
+        return TargetOutput(
+            logits=logits if rows == "all" else logits[:, -1:],
+            taps=seen.taps,
+            hidden_pre=seen.hidden_pre,
+            hidden_post=seen.hidden_post,
+        )
+
+    def _masks(self, lengths: Sequence[int], positions: Tensor, mask: Tensor | None) -> Tensor | dict[str, Tensor]:
+        """Additive masks over committed and new slots: one, or one for each kind of layer.  # [B, 1, M, S]"""
+        masks = {}
+        for kind in sorted(set(self._kinds)):
+            window = self._window if kind == _SLIDING else None
+            masks[kind] = plan_attention(lengths, positions, mask, window, False, self._options.dtype).biases[0]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    @torch.no_grad()
+    def _study(self) -> Tensor:
+        """Run two tokens to find the layers and the shapes of their key and value rows; returns the logits."""
+        tokens = torch.tensor([[0, 1]], device=self._options.device)
+        recorders: list[_Recorder] = []
+        logits: list[Tensor] = []
+
+        def run() -> None:
+            recorders[:] = [_Recorder([0]) for _ in range(self._num_layers)]
+            masks = self._masks([0], torch.arange(2, device=tokens.device).unsqueeze(0), None)
+            cache = TransformersCache(layers=list(recorders))
+            arguments = {"attention_mask": masks, self._cache_name: cache, "use_cache": True, "return_dict": True}
+            logits[:] = [self._model(tokens, **arguments).logits]
+            self._shapes = self._shapes or [recorder.seen for recorder in recorders]
+
+        self._shapes: list[list[torch.Size]] = []
+        try:
+            self._stack = DecoderStack(self._model, self._num_layers, run)
+        except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise _not_served(self._options, f"a pass with an explicit mask and cache fails: {error}") from error
+        odd = [index for index, seen in enumerate(self._shapes) if len(seen) != 2]
+        if odd:
+            raise _not_served(self._options, f"layer {odd[0]} keeps no key and value rows of its own")
+        return logits[0]
+
+    @torch.no_grad()
+    def _compare_with_plain(self) -> None:
+        """Score a small ragged tree and compare with the model's own pass over each path.
+
+        Models whose positions follow the slots of the cache, or that ignore masks, are found out here.
+        """
+        device = self._options.device
+        tokens = torch.arange(2, 9, device=device).remainder(self.info.vocab_size).unsqueeze(0)
+        plain = self._model(tokens, use_cache=False, return_dict=True).logits[0]
+        cache = self.new_cache(2, 16)
+        starts = (3, 1)
+        for row, start in enumerate(starts):
+            chunk = torch.arange(start, device=device).unsqueeze(0)
+            self.forward(tokens[:, :start], chunk, cache.row(row), rows="last")
+            cache.row(row).keep([start])
+        # The anchor, a rejected sibling, then two tokens below the anchor.
+        block = torch.stack([tokens[0, [start, 6, start + 1, start + 2]] for start in starts])
+        positions = torch.tensor([[start, start + 1, start + 1, start + 2] for start in starts], device=device)
+        mask = torch.ones(4, 4, dtype=torch.bool, device=device).tril()
+        mask[2:, 1] = False
+        scored = self.forward(block, positions, cache, mask=mask.unsqueeze(0)).logits
+        assert scored is not None
+        expected = torch.stack([plain[start + 2] for start in starts])
+        error = float((scored[:, 3] - expected).abs().max())
+        allowed = (1e-3 if self._options.dtype.itemsize >= 4 else 0.1) * float(expected.abs().max())
+        if not error <= allowed:
+            raise _not_served(self._options, f"a ragged tree pass differs from the plain one by {error:.1e} (allowed {allowed:.1e})")
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """What transformers asks of any cache layer; masks and positions are explicit, so sizes are a courtesy."""
+
+    is_sliding = False
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__()
+        self.lengths, self.is_initialized = lengths, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: memory is the target's cache."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return max(self.lengths) + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return max(self.lengths)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` under the name it had before transformers 5.24."""
+        return -1
+
+
+class _PassLayer(_Layer):
+    """Writes a pass's rows above each request's committed rows and shows the slots that the mask speaks of."""
+
+    def __init__(self, key_slots: Tensor, value_slots: Tensor, lengths: Sequence[int]) -> None:
+        super().__init__(lengths)
+        self.key_slots, self.value_slots = key_slots, value_slots
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """key_states [B, Hk, M, Dh] -> keys [B, Hk, S, Dh], and likewise for values"""
+        return self._write(self.key_slots, key_states), self._write(self.value_slots, value_states)
+
+    def _write(self, slots: Tensor, fresh: Tensor) -> Tensor:
+        _, heads, rows, width = fresh.shape
+        for b, length in enumerate(self.lengths):
+            slots[b, :heads, length : length + rows, :width] = fresh[b]
+        return slots[:, :heads, : max(self.lengths) + rows, :width]
+
+
+class _Recorder(_Layer):
+    """Notes the shapes of a layer's rows."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__(lengths)
+        self.seen: list[torch.Size] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self.seen += [key_states.shape, value_states.shape]
+        return key_states, value_states
+
+
+def load_huggingface(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+    stop_ids: tuple[int, ...],
+    trust_remote_code: bool = False,
+) -> HuggingFaceTarget:
+    """Load a model directory as a target.
+
+    Raises:
+        ModelError: transformers cannot load it, or the adapter cannot serve it.
+        CheckpointError: The weight files lack tensors of the model, or hold them in another shape.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from specflow.target.transformer import NativeOptions
+
+    options = NativeOptions(name=name, dtype=dtype, device=device, stop_ids=stop_ids)
+    local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(directory, **local)
+        _refuse(config.get_text_config(decoder=True), options)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=dtype, output_loading_info=True, **local
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelError(name, f"transformers cannot load {directory}: {error}", "a causal language model directory") from error
+    absent = sorted(str(key) for key in {*report["missing_keys"], *report["mismatched_keys"]})
+    if absent:
+        raise CheckpointError(name, f"{len(absent)} tensors are missing or have another shape: {', '.join(absent[:4])}")
+    if report["unexpected_keys"]:
+        log.warning("%s: %d tensors of the checkpoint are not part of the model", name, len(report["unexpected_keys"]))
+    return HuggingFaceTarget(model.to(device), options)
+
+
+def _refuse(config: PretrainedConfig, options: NativeOptions) -> None:
+    if reason := recurrent_reason(config):
+        raise _not_served(options, reason)
+    if options.row_invariant:
+        raise ModelError(
+            "target.row_invariant", "the transformers adapter cannot promise it", "row_invariant: auto or false",
+            "use implementation: native where the model's family allows it",
+        )
+
+
+def _not_served(options: NativeOptions, reason: str) -> ModelError:
+    return ModelError(
+        options.name,
+        reason,
+        "an attention-only causal language model that honours explicit masks, positions and a cache",
+        "choose another model; this one can only be decoded by the package that made it",
+    )
+
+
+def _attention_kinds(config: PretrainedConfig) -> tuple[tuple[str, ...], int | None]:
+    """What each layer may see, and the sliding window.
+
+    Raises:
+        ModelError: A kind of layer whose mask is not known here.
+    """
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    if kinds is None:
+        kinds = [_FULL if window is None else _SLIDING] * config.num_hidden_layers
+    unknown = sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING})
+    if unknown or (_SLIDING in kinds and window is None):
+        found = f"layers of kind {', '.join(unknown)}" if unknown else "sliding_attention layers without a sliding_window"
+        raise ModelError("target.model", found, f"{_FULL} or {_SLIDING} with its window")
+    return tuple(kinds), window
+
+
+def _read_signature(model: PreTrainedModel) -> tuple[str, bool]:
+    """The name of the cache argument, and whether the model can score fewer rows than it runs."""
+    names = inspect.signature(model.forward).parameters
+    lacking = [name for name in ("attention_mask", "position_ids") if name not in names]
+    cache_name = next((name for name in _CACHE_NAMES if name in names), None)
+    if lacking or cache_name is None:
+        lacking += [] if cache_name else [_CACHE_NAMES[0]]
+        raise ModelError("target.model", f"{type(model).__name__} takes no {', '.join(lacking)}", "explicit masks, positions and cache")
+    return cache_name, "logits_to_keep" in names
+
+
+def _context_length(config: PretrainedConfig) -> int:
+    """Most positions for which rotary frequencies do not depend on the length of what is being decoded.
+
+    Beyond them ("dynamic" and "longrope" scaling) cached keys would have to be rotated again.
+    """
+    longest: int = config.max_position_embeddings
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each_kind = [values for values in parameters.values() if isinstance(values, dict)]
+    for values in (parameters, *each_kind):
+        if values.get("rope_type") in ("dynamic", "longrope"):
+            longest = min(longest, values.get("original_max_position_embeddings") or longest)
+    return longest
