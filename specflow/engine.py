@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specflow.draft.base import Needs
-from specflow.handover import empty_block, features_of
+from specflow.handover import Prompt, empty_block, features_of, prefill
 from specflow.measure import Clock
 from specflow.request import Request, RequestState, make_requests
 from specflow.sampling import BatchSampler, RoundNoise
@@ -124,8 +124,7 @@ class Engine:
             for row in range(batch):
                 while waiting and (row >= len(self._states) or self._states[row].finish):
                     yield self._admit(waiting.popleft(), row)
-            self._drop_finished()
-            batch = len(self._states)
+            batch = self._close_ranks(batch)
             if self._states:
                 yield from self._round()
 
@@ -209,8 +208,9 @@ class Engine:
         self._length.start(row)
         if self._drafter is not None:
             self._drafter.start(row, request.prompt)
-        output, begin = self._prefill(request, row)
         last = len(request.prompt) - 1
+        prompt = Prompt(request.prompt, self.settings.prefill_chunk, row)
+        output, begin = prefill(self.target, self._cache.row(row), prompt, self._drafter)
         noise = RoundNoise([request.seed], [last], info.device)
         block = empty_block(1, info.vocab_size, info.device)
         law = self._sampler.law(output.logits, block, [0], rows=[row])
@@ -230,34 +230,15 @@ class Engine:
         state.timings.ttft_s = perf_counter() - self._began
         return self._event(state)
 
-    def _prefill(self, request: Request, row: int) -> tuple[TargetOutput, int]:
-        """Run a prompt through the target in chunks; the output of the last chunk, and where that chunk began.
-
-        Chunks depend on the prompt alone, so neighbours in the batch change nothing.
-        """
-        view, device, size = self._cache.row(row), self.target.info.device, self.settings.prefill_chunk
-        for begin in range(0, len(request.prompt), size):
-            part = request.prompt[begin : begin + size]
-            tokens = torch.tensor([part], device=device)
-            positions = torch.arange(begin, begin + len(part), device=device).unsqueeze(0)
-            output = self.target.forward(tokens, positions, view, taps=self._needs.taps, rows="last")
-            view.keep([len(part)])
-            following = request.prompt[begin + 1 : begin + len(part) + 1]
-            if self._drafter is not None and self._needs.any and len(following) == len(part):
-                features = features_of(output, self._needs)
-                self._drafter.observe(Observation((following,), (begin,), (len(part),), features), [row])
-        return output, begin
-
-    def _drop_finished(self) -> None:
-        """Finished requests leave the batch; the rows of the others move together."""
+    def _close_ranks(self, batch: int) -> int:
+        """Rows without a live request leave the batch of this size; the others move together. The new size."""
         live = [row for row, state in enumerate(self._states) if not state.finish]
-        if len(live) == len(self._states):
-            return
-        self._states = [self._states[row] for row in live]
-        if live:
+        if live and len(live) < batch:
             for part in (self._cache, self._sampler, self._length, self._drafter):
                 if part is not None:
                     part.select(live)
+        self._states = [self._states[row] for row in live]
+        return len(live)
 
     def _event(self, state: RequestState) -> Event:
         if state.finish:

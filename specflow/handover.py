@@ -1,21 +1,59 @@
-"""What passes from the target back to the parts of a round, and the block of a round without a draft."""
+"""What passes between the target and the drafter: prompts, features, and the block of a round without a draft."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from specflow.law import PointMass
 from specflow.tree import chain
-from specflow.types import DraftBlock, Features, TargetOutput
+from specflow.types import DraftBlock, Features, Observation, TargetOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specflow.draft.base import Needs
+    from specflow.draft.base import Drafter, Needs
+    from specflow.target.base import Cache, Target
 
-__all__ = ["empty_block", "features_of"]
+__all__ = ["Prompt", "empty_block", "features_of", "prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt on its way into a row of the batch."""
+
+    tokens: tuple[int, ...]
+    chunk: int  # tokens of one pass
+    row: int
+
+
+def prefill(target: Target, cache: Cache, prompt: Prompt, drafter: Drafter | None) -> tuple[TargetOutput, int]:
+    """Run a prompt through the target in chunks, and show the drafter the features of all chunks but the last.
+
+    Chunks depend on the prompt alone, so neighbours in the batch change nothing. The last chunk is left to the caller,
+    who knows the token that follows it.
+
+    Args:
+        cache: The row's part of the cache, empty.
+
+    Returns:
+        The output of the last chunk, whose logits score the first new token, and where that chunk began.
+    """
+    device = target.info.device
+    needs = drafter.needs if drafter is not None else None
+    for begin in range(0, len(prompt.tokens), prompt.chunk):
+        part = prompt.tokens[begin : begin + prompt.chunk]
+        tokens = torch.tensor([part], device=device)
+        positions = torch.arange(begin, begin + len(part), device=device).unsqueeze(0)
+        output = target.forward(tokens, positions, cache, taps=needs.taps if needs else (), rows="last")
+        cache.keep([len(part)])
+        following = prompt.tokens[begin + 1 : begin + len(part) + 1]
+        if drafter is not None and drafter.needs.any and len(following) == len(part):
+            features = features_of(output, drafter.needs)
+            drafter.observe(Observation((following,), (begin,), (len(part),), features), [prompt.row])
+    return output, begin
 
 
 def empty_block(batch: int, vocab_size: int, device: torch.device) -> DraftBlock:

@@ -151,12 +151,14 @@ class ByMatchConfig(BaseModel):
 class ByMatch:
     """Draft length grows with the match, as far as acceptance pays for the rows.
 
-    A round with n draft tokens costs `1 + fixed_price + n * row_price` plain steps and yields `1 + E(n)` tokens. Of
-    continuations of a match, the first token is right with probability p (the text repeats itself here or it does not)
-    and each later one with probability r (it goes on doing so): E(n) = p (1 + r + ... + r^(n-1)). The cap is the n
-    with the most tokens per cost, 0 where no n beats the plain step. p and r are learnt for each row and each class of
-    match length from recent drafts, starting from a hopeful guess, so a few failures park a class. A parked class is
-    probed with one token from time to time, ever more rarely while the probes fail.
+    A round with n draft tokens costs `fixed_price + n * row_price` plain steps more than a plain step, and each
+    accepted token saves one. Where a text continues a match, its first token is right with probability p (the text
+    repeats itself here, or it does not) and each later one with probability r (it goes on doing so), so n tokens gain
+    `p (1 + r + ... + r^(n-1)) - fixed_price - n * row_price`. The cap is the n that gains most, 0 where none gains.
+
+    p and r are learnt for each row and each class of match length from recent drafts, starting from a hopeful guess:
+    a few failures park a class. A parked class is probed with one token from time to time, ever more rarely while the
+    probes fail. The default prices are a CPU's, for one request.
     """
 
     def __init__(
@@ -236,15 +238,14 @@ class _MatchClass:
             self.wait = min(2 * self.wait, MOST_WAITS * self.config.probe)
 
     def _best(self) -> int:
-        """The number of draft tokens that yields most tokens per cost; 0 where the plain step does."""
+        """The number of draft tokens that gains most plain steps; 0 where none gains any."""
         reach, keeps = self.first_wins / self.first_tries, self.later_wins / self.later_tries
-        best, best_rate, expected = 0, 1.0, 1.0
+        best, best_gain, gain = 0, 0.0, -self.config.fixed_price
         for n in range(1, self.k + 1):
-            expected += reach
+            gain += reach - self.config.row_price
             reach *= keeps
-            rate = expected / (1 + self.config.fixed_price + n * self.config.row_price)
-            if rate > best_rate:
-                best, best_rate = n, rate
+            if gain > best_gain:
+                best, best_gain = n, gain
         return best
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "metrics",
     "spread",
     "write_json_atomic",
+    "write_text_atomic",
 ]
 
 PACKAGES = (
@@ -336,12 +337,16 @@ def file_sha256(path: Path) -> str:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write a JSON file so that a reader sees the old content or the new, never half of it."""
+    """Write a value as JSON; see `write_text_atomic`."""
+    write_text_atomic(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old content or the new, never half of it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("w", encoding="utf-8") as stream:
-            json.dump(value, stream, ensure_ascii=False, indent=2)
-            stream.write("\n")
+            stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(path)

@@ -1,7 +1,7 @@
 """Recipes: what to run, in YAML. Load with line numbers, override, dump, find, describe as JSON Schema. No torch.
 
-    recipe = load_recipe("ngram", ["draft.k=5"])      # a shipped recipe, or a path
-    text = dump_recipe(recipe)                        # loads to an equal recipe
+recipe = load_recipe("ngram", ["draft.k=5"])      # a shipped recipe, or a path
+text = dump_recipe(recipe)                        # loads to an equal recipe
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from specflow.errors import RecipeError
-from specflow.length import POLICIES
 from specflow.recipe_sections import (
     VERIFIES,
     Choice,
@@ -35,8 +34,9 @@ from specflow.recipe_sections import (
     expand_method,
     fault,
     length_sections,
+    plain_length,
 )
-from specflow.recipe_yaml import Document, read_yaml, write_yaml
+from specflow.recipe_yaml import Document, read_yaml, split_key, write_yaml
 from specflow.types import Sampling
 
 __all__ = [
@@ -59,31 +59,22 @@ CHOICES = {"draft": DRAFT, "verify": VERIFY, "length": LENGTH}
 
 
 class Recipe(Section):
-    """One way to decode: a target, perhaps a draft, and how they work together. Without a draft it is plain decoding."""
+    """One way to decode: a target, perhaps a draft, and how they work together. Without a draft: plain decoding."""
 
     name: str = Field("", description="short name, used in tables")
     description: str = Field("", description="one line: what it does")
     target: TargetSection = Field(default_factory=TargetSection)
     draft: Annotated[DraftSection, DRAFT] | None = Field(None, description="null decodes plainly")
     verify: Annotated[VerifySection, VERIFY] = Field(default_factory=MatchVerify)
-    length: Annotated[LengthSection, LENGTH] = Field(default_factory=lambda: length_sections()["fixed"]())
+    length: Annotated[LengthSection, LENGTH] = Field(default_factory=plain_length)
     sampling: Sampling = Field(default_factory=Sampling)
     runtime: RuntimeSection = Field(default_factory=RuntimeSection)
     tune: Mapping[str, TuneRange] = Field(default_factory=dict, description="dotted key -> values a tuner may try")
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Recipe:
-        if self.draft is None:
-            if self.length != length_sections()["fixed"]():
-                raise fault("length", "a length policy without a draft", "a draft section, or no length section")
-            return self
-        try:
-            POLICIES[self.length.policy].config.model_validate({"k": self.draft.k, **self.length.options})
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0]) if first["loc"] else ""
-            full = "draft.k" if key == "k" else f"length.{key}".rstrip(".")
-            raise fault(full, f"{word(first['input'])} with policy {self.length.policy}", first["msg"]) from error
+    def _length_has_draft(self) -> Recipe:
+        if self.draft is None and self.length != plain_length():
+            raise fault("length", "a length policy without a draft", "a draft section, or no length section")
         return self
 
     @model_validator(mode="after")
@@ -97,8 +88,23 @@ class Recipe(Section):
                     type(self).model_validate(document.data, strict=True)
                 except ValidationError as error:
                     problem = next(iter(_problems(error)))
-                    raise fault(f"tune.{key}", f"{word(value)}: {problem.found}", problem.expected) from error
+                    found = f"{problem.found} as a value of {'.'.join(map(str, problem.path))}"
+                    raise fault(f"tune.{key}", found, problem.expected) from error
         return self
+
+
+MESSAGES = {
+    "dict_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "union_tag_not_found": "a mapping of keys",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "missing": "a value",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,7 @@ def recipe_data(recipe: Recipe, full: bool = False) -> dict[str, Any]:
             dumped = value.model_dump(exclude_defaults=not full) if isinstance(value, BaseModel) else value
         if name in CHOICES and value is not None:
             dumped = _lead_with_choice(value, CHOICES[name].key, dumped)
-        if full or name == "draft" or dumped != (MatchVerify() if name == "verify" else None) and dumped:
+        if full or (value is not None and value != Recipe.model_fields[name].get_default(call_default_factory=True)):
             data[name] = dumped
     return data
 
@@ -234,7 +240,7 @@ def _recipe_error(document: Document, problems: Sequence[Problem]) -> RecipeErro
         return origin if not key or origin == f"--set {key}" else f"{origin}: {key}"
 
     first, *others = problems
-    rest = [f"also {where(other)}: {other.found}; expected {other.expected}" for other in others]
+    rest = [f"also {where(other)}: {other.found}; expected {other.expected or 'otherwise'}" for other in others]
     return RecipeError(where(first), first.found, first.expected, "\n  ".join(filter(None, [first.hint, *rest])))
 
 
@@ -247,7 +253,7 @@ def _problem(detail: ErrorDetails) -> Problem:
     kind, context = detail["type"], detail.get("ctx", {})
     path, section = _place(detail["loc"])
     if kind == "recipe":
-        key = tuple(context["key"].split(".")) if context["key"] else ()
+        key = split_key(context["key"])
         hint = nearest(detail["input"].get(key[-1]), context["choices"]) if key and context["choices"] else ""
         return Problem((*path, *key), context["found"], context["expected"], hint)
     if kind == "extra_forbidden":
@@ -255,18 +261,18 @@ def _problem(detail: ErrorDetails) -> Problem:
         return Problem(path, "unknown key", f"one of: {', '.join(known)}", nearest(path[-1], known))
     if kind == "union_tag_invalid":
         choices = re.findall(r"'([^']*)'", context["expected_tags"])
-        key = CHOICES[str(path[0])].key
-        return Problem((*path, key), word(context["tag"]), f"one of: {', '.join(choices)}", nearest(context["tag"], choices))
+        hint = nearest(context["tag"], choices)
+        place = (*path, CHOICES[str(path[0])].key)
+        return Problem(place, word(context["tag"]), f"one of: {', '.join(choices)}", hint)
     if kind == "literal_error":
-        choices = [name.strip("'").replace("True", "true").replace("False", "false") for name in
-                   re.findall(r"'[^']*'|True|False|-?\d+", context["expected"])]
+        choices = [name.strip("'") for name in re.findall(r"'[^']*'|True|False|-?\d+", context["expected"])]
+        choices = [name.lower() if name in ("True", "False") else name for name in choices]
         return Problem(path, word(detail["input"]), f"one of: {', '.join(choices)}", nearest(detail["input"], choices))
-    return Problem(path, word(detail["input"]), _expected(detail))
-
-
-def _expected(detail: ErrorDetails) -> str:
-    message = detail["msg"].removeprefix("Value error, ")
-    return re.sub(r"^Input should be (a valid |an? )?", lambda match: "a " if "valid" in match[0] else "", message)
+    if kind == "value_error":
+        return Problem(path, detail["msg"].removeprefix("Value error, "), "")
+    if kind == "string_pattern_mismatch" and section is not None and path[-1] in section.model_fields:
+        return Problem(path, word(detail["input"]), f"one of: {section.model_fields[path[-1]].description}")
+    return Problem(path, word(detail["input"]), MESSAGES.get(kind, detail["msg"].removeprefix("Input should be ")))
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[tuple[Any, ...], type[BaseModel] | None]:

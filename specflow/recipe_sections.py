@@ -6,16 +6,26 @@ keys, checks and schema without a change here.
 
 from __future__ import annotations
 
+import re
+
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    create_model,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from specflow.draft.registry import SourceInfo, discover
-from specflow.length import MOST_DRAFTS, POLICIES
+from specflow.length import POLICIES
 
 __all__ = [
     "VERIFIES",
@@ -35,6 +45,7 @@ __all__ = [
     "expand_method",
     "fault",
     "length_sections",
+    "plain_length",
 ]
 
 
@@ -54,7 +65,9 @@ class TargetSection(Section):
     """The model whose text is produced, and where it runs."""
 
     model: str = Field("smollm2-135m", min_length=1, description="embedded model, HF id, local folder or .gguf file")
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field("auto", description="type of the weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+        "auto", description="type of the weights"
+    )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:0, mps")
     implementation: Literal["auto", "native", "transformers"] = Field("auto", description="which decoder computes it")
     row_invariant: Literal["auto", True, False] = Field(
@@ -70,7 +83,9 @@ class DraftSection(Section):
 
     source: str = Field(description="where the draft gets its information")
     dependency: str = Field(description="in what order the positions of a block depend on each other")
-    k: int = Field(8, ge=0, le=MOST_DRAFTS, description="most draft tokens of a round, the bonus token excluded; 0 is plain decoding")
+    k: int = Field(
+        8, ge=0, le=256, description="most draft tokens of a round, the bonus token excluded; 0 is plain decoding"
+    )
 
     @property
     def info(self) -> SourceInfo:
@@ -116,9 +131,7 @@ def _draft_section(info: SourceInfo) -> type[DraftSection]:
             Field(info.dependency[0], description=DraftSection.model_fields["dependency"].description),
         ),
     }
-    made = create_model(f"{info.name.title().replace('_', '')}Draft", __base__=(info.config, DraftSection), **fields)
-    made.__doc__ = info.config.__doc__
-    return made
+    return _section(f"{info.name}_draft", (info.config, DraftSection), fields)
 
 
 def expand_method(data: Any) -> Any:
@@ -132,7 +145,7 @@ def expand_method(data: Any) -> Any:
             raise fault("", "neither method nor source", "one of them, or no draft section", tuple(presets))
         return given
     method = given.pop("method")
-    if method not in presets:
+    if not isinstance(method, str) or method not in presets:
         raise fault("method", f"unknown method {method!r}", f"one of: {', '.join(presets)}", tuple(presets))
     info, options = presets[method]
     fixed = {"source": info.name, **options}
@@ -182,7 +195,7 @@ class TypicalVerify(VerifySection):
     @model_validator(mode="after")
     def _said_so(self) -> TypicalVerify:
         if self.lossless:
-            raise fault("rule", "rule typical, which is lossy, with lossless: true", "lossless: false beside it")
+            raise fault("lossless", "true with rule typical, which changes the law of the text", "lossless: false")
         return self
 
 
@@ -194,21 +207,29 @@ class LengthSection(Section):
     @property
     def options(self) -> dict[str, Any]:
         """The policy's own arguments, all but k."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name != "policy"}
+        return {name: getattr(self, name) for name in POLICIES[self.policy].config.model_fields}
 
 
 @cache
 def length_sections() -> dict[str, type[LengthSection]]:
-    """Policy name -> its length section: the policy's config without k, which stands in the draft section."""
+    """Policy name -> its length section: the policy's config and its name."""
     return {name: _length_section(name, policy.config) for name, policy in POLICIES.items()}
 
 
 def _length_section(name: str, config: type[BaseModel]) -> type[LengthSection]:
-    fields: Any = {key: (field.annotation, field) for key, field in config.model_fields.items() if key != "k"}
-    fields["policy"] = (Literal[name], Field(name, description="how the length is chosen"))
-    made = create_model(f"{name.title().replace('_', '')}Length", __base__=LengthSection, **fields)
-    made.__doc__ = config.__doc__
-    return made
+    fields: Any = {"policy": (Literal[name], Field(name, description="how the length is chosen"))}
+    return _section(f"{name}_length", (config, LengthSection), fields)
+
+
+def _section(name: str, bases: tuple[type[BaseModel], ...], fields: dict[str, Any]) -> Any:
+    """A section model made of a part's own config and the section's common keys."""
+    title = "".join(word.title() for word in re.split(r"\W|_", name))
+    return create_model(title, __base__=bases, __doc__=bases[0].__doc__, **fields)
+
+
+def plain_length() -> LengthSection:
+    """The length section of a recipe that has none."""
+    return length_sections()["fixed"].model_validate({})
 
 
 class RuntimeSection(Section):

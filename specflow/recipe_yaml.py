@@ -14,7 +14,7 @@ import yaml
 
 from specflow.errors import RecipeError
 
-__all__ = ["Document", "read_yaml", "write_yaml"]
+__all__ = ["Document", "read_yaml", "split_key", "write_yaml"]
 
 Path = tuple[Any, ...]
 
@@ -50,7 +50,7 @@ class _Dumper(yaml.SafeDumper):
 
 for _class in (_Loader, _Dumper):
     for _name, _pattern in SCALARS:
-        _class.add_implicit_resolver(TAG + _name, re.compile(rf"^(?:{_pattern.pattern})$"), None)  # type: ignore[no-untyped-call]
+        _class.add_implicit_resolver(TAG + _name, re.compile(rf"^(?:{_pattern.pattern})$"), None)
 
 
 @dataclass
@@ -83,9 +83,7 @@ class Document:
 
     def set(self, key: str, value: Any, reason: str) -> None:
         """Write one dotted key; sections on the way are made where missing."""
-        # Keys of `tune` are dotted themselves.
-        parts = key.split(".", 1 if key.startswith("tune.") else -1)
-        path = tuple(int(part) if part.isdigit() else part for part in parts)
+        path = split_key(key)
         section = self.data
         for length, part in enumerate(path[:-1], start=1):
             if section.get(part) is None:
@@ -98,6 +96,12 @@ class Document:
         for known in [known for known in self.origins if known[: len(path)] == path]:
             del self.origins[known]
         self.origins[path] = f"{reason} {key}"
+
+
+def split_key(key: str) -> Path:
+    """Path of a dotted key. Keys of `tune` are dotted themselves; keys made of digits are numbers (token ids)."""
+    parts = key.split(".", 1 if key.startswith("tune.") else -1) if key else []
+    return tuple(int(part) if part.isdigit() else part for part in parts)
 
 
 def read_yaml(text: str, name: str) -> Document:

@@ -57,11 +57,15 @@ class Sampling(BaseModel):
     top_k: int = Field(0, ge=0, description="keep the k most likely tokens; 0 keeps all")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="keep the smallest set with this much probability")
     min_p: float = Field(0.0, ge=0.0, le=1.0, description="drop tokens below this share of the most likely one")
-    repetition_penalty: float = Field(1.0, gt=0.0, description="divides positive logits of tokens seen in prompt or text")
+    repetition_penalty: float = Field(
+        1.0, gt=0.0, description="divides positive logits of tokens seen in prompt or text"
+    )
     presence_penalty: float = Field(0.0, description="subtracted once from tokens seen in the text")
     frequency_penalty: float = Field(0.0, description="subtracted once per occurrence in the text")
     logit_bias: Mapping[int, float] = Field(default_factory=dict, description="token id -> added to its logit")
-    seed: int | None = Field(None, ge=0, lt=2**63, description="same seed, same text; none draws a fresh one per request")
+    seed: int | None = Field(
+        None, ge=0, lt=2**63, description="same seed, same text; none draws a fresh one per request"
+    )
     max_new_tokens: int = Field(128, ge=1, description="length cap, in tokens")
     min_new_tokens: int = Field(0, ge=0, description="stop ids are impossible before this many tokens")
     stop_ids: tuple[int, ...] = Field((), description="extra token ids that end the text")
@@ -165,7 +169,9 @@ class TargetOutput:
     """What one target pass yields. New key/value rows stay in the cache's scratch rows until `cache.keep`."""
 
     logits: Tensor | None  # [B, M, V], or [B, 1, V] with rows="last"; None when the layer range ends before the head
-    taps: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [B, M, H], output of that 0-based layer (-1: embedding)
+    taps: Mapping[int, Tensor] = field(
+        default_factory=dict
+    )  # layer -> [B, M, H], output of that 0-based layer (-1: embedding)
     hidden_pre: Tensor | None = None  # [B, M, H] last hidden before the final norm
     hidden_post: Tensor | None = None  # [B, M, H] after it
 

@@ -8,17 +8,7 @@ from typing import Literal, Protocol
 
 from specflow.types import Counts, Generation, Sampling, Timings
 
-__all__ = ["Codec", "EngineMethod", "Generator", "Method", "Outcome", "Request"]
-
-
-class Codec(Protocol):
-    """Text to token ids and back, with the model's own chat template."""
-
-    def encode(self, text: str) -> Sequence[int]: ...
-
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> Sequence[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
+__all__ = ["EngineMethod", "Generator", "Method", "Outcome", "Request", "outcome_of"]
 
 
 class Generator(Protocol):
@@ -28,7 +18,7 @@ class Generator(Protocol):
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling | Sequence[Sampling],
-        on_tokens: Callable[[int, str], None] | None = None,
+        on_text: Callable[[int, str], None] | None = None,
     ) -> list[Generation]: ...
 
 
@@ -68,6 +58,21 @@ class Outcome:
         return (len(self.tokens) - self.first_tokens) / self.rounds if self.rounds else None
 
 
+def outcome_of(made: Generation) -> Outcome:
+    """A finished request of an engine as a measurement."""
+    return Outcome(
+        tokens=made.tokens,
+        text=made.text,
+        finish=made.finish,
+        first_tokens=1,
+        ttft_s=made.timings.ttft_s,
+        decode_s=made.timings.decode_s,
+        rounds=made.counts.num_rounds,
+        counts=made.counts,
+        timings=made.timings,
+    )
+
+
 class Method(Protocol):
     """Something to measure. `kind` decides what it is compared with."""
 
@@ -97,14 +102,4 @@ class EngineMethod:
         }
         sampling = self._sampling.model_copy(update=settings)
         (made,) = self._engine.generate([request.prompt], sampling)
-        return Outcome(
-            tokens=made.tokens,
-            text=made.text,
-            finish=made.finish,
-            first_tokens=1,
-            ttft_s=made.timings.ttft_s,
-            decode_s=made.timings.decode_s,
-            rounds=made.counts.num_rounds,
-            counts=made.counts,
-            timings=made.timings,
-        )
+        return outcome_of(made)

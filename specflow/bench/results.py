@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specflow.errors import DataError
-from specflow.measure import Provenance, append_jsonl, write_json_atomic
+from specflow.measure import Provenance, append_jsonl, write_json_atomic, write_text_atomic
 
 __all__ = ["RunDirectory", "measurement_key"]
 
@@ -73,6 +73,10 @@ class RunDirectory:
         """Keep a row, on disk before anything else happens."""
         append_jsonl(self.results, row)
         self._rows[measurement_key(row)] = row
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a derived file, replacing the one of an earlier session."""
+        write_text_atomic(self.path / name, text)
 
     def close(self, state: str) -> None:
         """Write how the run ended: "complete" or "interrupted"."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
 
 from specflow.errors import RecipeError
+
+if TYPE_CHECKING:
+    from specflow.draft.base import Drafter, SourceContext
 
 __all__ = ["ENTRY_POINTS", "SourceInfo", "SourceRegistry", "discover"]
 
@@ -31,8 +34,10 @@ class SourceInfo:
         name: Its name in recipes (`draft.source`).
         config: Model of its options; they stand beside `draft.k` in a recipe.
         dependency: Dependencies it works with; the first is the default.
+        build: Makes the drafter from its options and what is loaded. Heavy imports belong inside it.
         offers: What a dependency may read from it: "tokens" (a continuation to copy), "logits" (of the next position,
-            one step at a time), "marginals" (of all positions of the block at once).
+            one step at a time), "marginals" (of all positions of the block at once), "match_lengths" (how much text a
+            continuation rests on).
         gives_probs: Blocks carry the law their tokens were sampled from.
         point_mass: Tokens follow from the context alone, so their law is one-hot.
         reads: What it learns from a commit: "tokens", and "features" where it drafts from target features
@@ -44,6 +49,7 @@ class SourceInfo:
     name: str
     config: type[BaseModel]
     dependency: tuple[str, ...]
+    build: Callable[[Any, SourceContext], Drafter]
     offers: tuple[str, ...] = ("tokens",)
     gives_probs: bool = False
     point_mass: bool = True

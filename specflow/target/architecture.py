@@ -15,7 +15,7 @@ __all__ = ["NATIVE_FAMILIES", "Architecture", "recurrent_reason"]
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """`model_type` values whose decoder the native target reproduces."""
 
-_RECURRENT_MARKS = ("mamba", "rwkv", "recurrent", "linear_attention", "gated_delta", "conv")
+_RECURRENT_MARKS = ("mamba", "rwkv", "recurrent", "linear_attention", "gated_delta", "conv", "hybrid")
 
 
 @dataclass(frozen=True, slots=True)

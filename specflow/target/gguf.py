@@ -254,13 +254,11 @@ def _tensor_bytes(tensor: ReaderTensor) -> int:
 
 
 def _write_weights(reader: GGUFReader, names: Mapping[str, str], config: Mapping[str, Any], directory: Path) -> None:
-    from safetensors.torch import save_file
-
     total, done = sum(_tensor_bytes(tensor) for tensor in reader.tensors), 0
     shards: list[list[str]] = []
     with progress_bar("convert weights", total) as show:
         for shard in _shards(reader, names, config):
-            save_file(shard, directory / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
+            _save(shard, directory / f"part-{len(shards)}.safetensors")
             shards.append(list(shard))
             done += sum(tensor.numel() * tensor.element_size() for tensor in shard.values())
             show(done)
@@ -274,6 +272,22 @@ def _write_weights(reader: GGUFReader, names: Mapping[str, str], config: Mapping
         weight_map |= dict.fromkeys(keys, file)
     index = {"metadata": {"total_size": done}, "weight_map": weight_map}
     _write_json(directory / "model.safetensors.index.json", index)
+
+
+def _save(shard: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # The library hides the system's error number in its text; a full disk must be told from a bug.
+        number = re.search(r"os error (\d+)", str(error))
+        if number:
+            raise OSError(int(number[1]), str(error), str(path)) from error
+        raise
+    # The library writes for the owner alone; a cache may be shared like the other files in it.
+    path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
 
 
 def _shards(
@@ -318,7 +332,7 @@ def _restore_rotary_order(name: str, value: Tensor, config: Mapping[str, Any]) -
     if part not in heads:
         return value
     half = config["head_dim"] // 2
-    return value.unflatten(0, (heads[part], half, 2)).transpose(1, 2).reshape(value.shape).contiguous()
+    return value.reshape(heads[part], half, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

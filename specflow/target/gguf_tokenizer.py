@@ -81,7 +81,7 @@ class GgufVocabulary:
         prefix = "tokenizer.ggml."
         kind, pre = str(fields.get(prefix + "model", "")), str(fields.get(prefix + "pre", "default"))
         if kind not in ("gpt2", "llama") or prefix + "tokens" not in fields:
-            raise CheckpointError(where, f"tokenizer model {kind!r}", "a gpt2 (byte-level) or llama (sentencepiece) one")
+            raise CheckpointError(where, f"tokenizer model {kind!r}", "gpt2 (byte-level) or llama (sentencepiece)")
         if kind == "gpt2" and pre not in _SPLITTERS:
             raise CheckpointError(where, f"pre-tokenizer {pre!r}", f"one of {', '.join(_SPLITTERS)}")
         tokens = tuple(fields[prefix + "tokens"])
@@ -128,10 +128,6 @@ def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
         )
         steps = [template] if vocabulary.kind == "llama" else [processors.ByteLevel(trim_offsets=False), template]
         tokenizer.post_processor = processors.Sequence(steps)
-    if tokenizer.get_vocab_size() != len(vocabulary.tokens):
-        raise CheckpointError(
-            vocabulary.where, f"{tokenizer.get_vocab_size()} distinct tokens", f"{len(vocabulary.tokens)}"
-        )
     return tokenizer
 
 
@@ -158,8 +154,9 @@ def _build_byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     splitter = _SPLITTERS[vocabulary.pre]
-    merges = [_split_merge(merge, vocabulary.where) for merge in vocabulary.merges]
-    model = models.BPE(vocab=_vocab(vocabulary), merges=merges, ignore_merges=splitter.ignore_merges)
+    vocab = _vocab(vocabulary)
+    merges = [_split_merge(merge, vocab, vocabulary.where) for merge in vocabulary.merges]
+    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=splitter.ignore_merges)
     tokenizer = Tokenizer(model)
     steps: list[Any] = []
     if splitter.digits:
@@ -197,14 +194,17 @@ def _build_sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
 
 
 def _vocab(vocabulary: GgufVocabulary) -> dict[str, int]:
-    return {token: index for index, token in enumerate(vocabulary.tokens)}
+    vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
+    if len(vocab) != len(vocabulary.tokens):
+        raise CheckpointError(vocabulary.where, f"{len(vocab)} distinct tokens", f"{len(vocabulary.tokens)}")
+    return vocab
 
 
-def _split_merge(merge: str, where: str) -> tuple[str, str]:
+def _split_merge(merge: str, vocab: Mapping[str, int], where: str) -> tuple[str, str]:
     # Byte-level pieces hold no plain space, so the first one separates the pair.
     left, space, right = merge.partition(" ")
-    if not space:
-        raise CheckpointError(where, f"merge {merge!r}", "two pieces with a space between them")
+    if not space or not {left, right, left + right} <= vocab.keys():
+        raise CheckpointError(where, f"merge {merge!r}", "two tokens of the vocabulary that join to a third")
     return left, right
 
 

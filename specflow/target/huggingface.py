@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -51,7 +52,7 @@ class HuggingFaceTarget:
         """
         config = model.config.get_text_config(decoder=True)
         _refuse(config, options)
-        self._model = model.eval().requires_grad_(False)
+        self._model: nn.Module = model.train(False).requires_grad_(False)
         self._kinds, self._window = _attention_kinds(config)
         self._cache_name, self._cuts_logits = _read_signature(model)
         self._options, self._num_layers = options, config.num_hidden_layers
@@ -125,24 +126,24 @@ class HuggingFaceTarget:
         """Run two tokens to find the layers and the shapes of their key and value rows; returns the logits."""
         tokens = torch.tensor([[0, 1]], device=self._options.device)
         recorders: list[_Recorder] = []
+        shapes: list[list[torch.Size]] = []  # of the first run: later ones skip branches
         logits: list[Tensor] = []
 
         def run() -> None:
             recorders[:] = [_Recorder([0]) for _ in range(self._num_layers)]
-            masks = self._masks([0], torch.arange(2, device=tokens.device).unsqueeze(0), None)
-            cache = TransformersCache(layers=list(recorders))
-            arguments = {"attention_mask": masks, self._cache_name: cache, "use_cache": True, "return_dict": True}
-            logits[:] = [self._model(tokens, **arguments).logits]
-            self._shapes = self._shapes or [recorder.seen for recorder in recorders]
+            arguments: dict[str, Any] = {"attention_mask": self._masks([0], tokens, None), "position_ids": tokens}
+            arguments[self._cache_name] = TransformersCache(layers=list(recorders))
+            logits[:] = [self._model(tokens, **arguments, use_cache=True, return_dict=True).logits]
+            shapes[:] = shapes or [recorder.seen for recorder in recorders]
 
-        self._shapes: list[list[torch.Size]] = []
         try:
             self._stack = DecoderStack(self._model, self._num_layers, run)
-        except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise _not_served(self._options, f"a pass with an explicit mask and cache fails: {error}") from error
-        odd = [index for index, seen in enumerate(self._shapes) if len(seen) != 2]
+        odd = [index for index, seen in enumerate(shapes) if len(seen) != 2]
         if odd:
             raise _not_served(self._options, f"layer {odd[0]} keeps no key and value rows of its own")
+        self._shapes = shapes
         return logits[0]
 
     @torch.no_grad()
@@ -171,16 +172,17 @@ class HuggingFaceTarget:
         error = float((scored[:, 3] - expected).abs().max())
         allowed = (1e-3 if self._options.dtype.itemsize >= 4 else 0.1) * float(expected.abs().max())
         if not error <= allowed:
-            raise _not_served(self._options, f"a ragged tree pass differs from the plain one by {error:.1e} (allowed {allowed:.1e})")
+            found = f"a ragged tree pass differs from the plain one by {error:.1e}, more than {allowed:.1e}"
+            raise _not_served(self._options, found)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """What transformers asks of any cache layer; masks and positions are explicit, so sizes are a courtesy."""
 
     is_sliding = False
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.lengths, self.is_initialized = lengths, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -200,7 +202,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class _PassLayer(_Layer):
+class _PassLayer(_Layer):  # type: ignore[no-untyped-call]
     """Writes a pass's rows above each request's committed rows and shows the slots that the mask speaks of."""
 
     def __init__(self, key_slots: Tensor, value_slots: Tensor, lengths: Sequence[int]) -> None:
@@ -218,7 +220,7 @@ class _PassLayer(_Layer):
         return slots[:, :heads, : max(self.lengths) + rows, :width]
 
 
-class _Recorder(_Layer):
+class _Recorder(_Layer):  # type: ignore[no-untyped-call]
     """Notes the shapes of a layer's rows."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -230,40 +232,32 @@ class _Recorder(_Layer):
         return key_states, value_states
 
 
-def load_huggingface(
-    directory: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    name: str,
-    stop_ids: tuple[int, ...],
-    trust_remote_code: bool = False,
-) -> HuggingFaceTarget:
+def load_huggingface(directory: Path, options: NativeOptions, trust_remote_code: bool = False) -> HuggingFaceTarget:
     """Load a model directory as a target.
 
     Raises:
         ModelError: transformers cannot load it, or the adapter cannot serve it.
         CheckpointError: The weight files lack tensors of the model, or hold them in another shape.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from specflow.target.transformer import NativeOptions
-
-    options = NativeOptions(name=name, dtype=dtype, device=device, stop_ids=stop_ids)
     local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    loader: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(directory, **local)
         _refuse(config.get_text_config(decoder=True), options)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=dtype, output_loading_info=True, **local
+        model, report = loader.from_pretrained(
+            directory, config=config, dtype=options.dtype, output_loading_info=True, **local
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelError(name, f"transformers cannot load {directory}: {error}", "a causal language model directory") from error
+    except (OSError, ValueError, LookupError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        found = f"transformers cannot load {directory}: {reason}"
+        raise ModelError(options.name, found, "a directory with a causal language model") from error
     absent = sorted(str(key) for key in {*report["missing_keys"], *report["mismatched_keys"]})
     if absent:
-        raise CheckpointError(name, f"{len(absent)} tensors are missing or have another shape: {', '.join(absent[:4])}")
-    if report["unexpected_keys"]:
-        log.warning("%s: %d tensors of the checkpoint are not part of the model", name, len(report["unexpected_keys"]))
-    return HuggingFaceTarget(model.to(device), options)
+        found = f"{len(absent)} tensors are missing or have another shape: {', '.join(absent[:4])}"
+        raise CheckpointError(options.name, found)
+    if extra := report["unexpected_keys"]:
+        log.warning("%s: %d tensors of the files are not part of the model", options.name, len(extra))
+    return HuggingFaceTarget(model.to(options.device), options)
 
 
 def _refuse(config: PretrainedConfig, options: NativeOptions) -> None:
@@ -271,7 +265,9 @@ def _refuse(config: PretrainedConfig, options: NativeOptions) -> None:
         raise _not_served(options, reason)
     if options.row_invariant:
         raise ModelError(
-            "target.row_invariant", "the transformers adapter cannot promise it", "row_invariant: auto or false",
+            "target.row_invariant",
+            "the transformers adapter cannot promise it",
+            "row_invariant: auto or false",
             "use implementation: native where the model's family allows it",
         )
 
@@ -299,7 +295,7 @@ def _attention_kinds(config: PretrainedConfig) -> tuple[tuple[str, ...], int | N
         kinds = [_FULL if window is None else _SLIDING] * config.num_hidden_layers
     unknown = sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING})
     if unknown or (_SLIDING in kinds and window is None):
-        found = f"layers of kind {', '.join(unknown)}" if unknown else "sliding_attention layers without a sliding_window"
+        found = f"layers of kind {', '.join(unknown)}" if unknown else f"{_SLIDING} layers without a sliding_window"
         raise ModelError("target.model", found, f"{_FULL} or {_SLIDING} with its window")
     return tuple(kinds), window
 
@@ -311,7 +307,8 @@ def _read_signature(model: PreTrainedModel) -> tuple[str, bool]:
     cache_name = next((name for name in _CACHE_NAMES if name in names), None)
     if lacking or cache_name is None:
         lacking += [] if cache_name else [_CACHE_NAMES[0]]
-        raise ModelError("target.model", f"{type(model).__name__} takes no {', '.join(lacking)}", "explicit masks, positions and cache")
+        found = f"{type(model).__name__} takes no {', '.join(lacking)}"
+        raise ModelError("target.model", found, "explicit masks, positions and a cache")
     return cache_name, "logits_to_keep" in names
 
 

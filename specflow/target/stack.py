@@ -19,6 +19,9 @@ from specflow.types import Skip
 
 __all__ = ["DecoderStack", "Watch"]
 
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
 _ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn")
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
 
@@ -51,7 +54,8 @@ class DecoderStack:
             for name, module in model.named_modules()
             if isinstance(module, nn.ModuleList) and len(module) == num_layers
         }
-        self._forms = _watch_forms([module for found in lists.values() for layer in found for module in _parts(layer)], run)
+        parts = [module for found in lists.values() for layer in found for module in _parts(layer)]
+        self._forms = _watch_forms(parts, run)
         ran = sorted((name for name, found in lists.items() if all(layer in self._forms for layer in found)), key=len)
         if not ran:
             raise ModelError(
@@ -70,7 +74,7 @@ class DecoderStack:
         """Collect hidden states of the passes run inside; `hidden_in` replaces the input of layer `first`."""
         seen, handles = Watch(), []
 
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def enter(_: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
             if hidden_in is not None:
                 args, kwargs = _with_hidden(args, kwargs, hidden_in)
             if -1 in taps:
@@ -105,7 +109,8 @@ class DecoderStack:
             ModelError: Branches are to be skipped and this model's layers do not allow it.
         """
         if (skip.attention or skip.mlp) and self._skip_refusal:
-            raise ModelError("target.skip", self._skip_refusal, "layers that add an attention and an MLP branch to the residual")
+            expected = "layers that add an attention and an MLP branch to the residual"
+            raise ModelError("target.skip", self._skip_refusal, expected)
         with ExitStack() as shadows:
             for index, layer in enumerate(self.layers):
                 if not layers[0] <= index < layers[1]:
@@ -121,7 +126,8 @@ class DecoderStack:
         for what, branches in (("attention", self._attention), ("MLP", self._mlp)):
             lacking = [index for index, branch in enumerate(branches) if branch is None or branch not in self._forms]
             if lacking:
-                return f"layer {lacking[0]} ({type(self.layers[lacking[0]]).__name__}) has no {what} sub-module of its own"
+                layer = type(self.layers[lacking[0]]).__name__
+                return f"layer {lacking[0]} ({layer}) has no {what} sub-module of its own"
         everything = frozenset(range(len(self.layers)))
         self._skip_refusal = ""
         with self.watch((-1,)) as seen, self.leave_out((0, len(self.layers)), Skip(everything, everything)):
@@ -132,7 +138,8 @@ class DecoderStack:
 
 
 def _parts(layer: nn.Module) -> list[nn.Module]:
-    return [module for module in (layer, _child(layer, _ATTENTION_NAMES), _child(layer, _MLP_NAMES)) if module is not None]
+    parts = (layer, _child(layer, _ATTENTION_NAMES), _child(layer, _MLP_NAMES))
+    return [module for module in parts if module is not None]
 
 
 def _child(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
@@ -178,16 +185,14 @@ def _unchanged(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _hidden_of(args: _Args, kwargs: _Kwargs) -> Tensor:
     """The hidden states among a module's arguments, or of its output: the first of them."""
     found = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
     tensor: Tensor = found[0] if isinstance(found, tuple) else found
     return tensor
 
 
-def _with_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_hidden(args: _Args, kwargs: _Kwargs, hidden: Tensor) -> tuple[_Args, _Kwargs]:
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hidden}

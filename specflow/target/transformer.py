@@ -101,9 +101,7 @@ class NativeTarget:
         hidden = hidden.reshape(batch * width, -1)
         if exact and hidden.shape[0] == 1:
             hidden = hidden.expand(2, -1)
-        tapped: dict[int, Tensor] = {}
-        if -1 in taps:
-            tapped[-1] = _unflatten(hidden, batch, width)
+        tapped = {-1: _unflatten(hidden, batch, width)} if -1 in taps else {}
         first, end = layers or (0, len(self.blocks))
         left_out = skip or _NOTHING
         for index in range(first, end):

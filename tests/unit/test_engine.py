@@ -136,11 +136,10 @@ def test_stop_beats_length_in_the_same_place() -> None:
 
 def test_drafted_eos_that_the_target_rejects_ends_only_the_draft() -> None:
     full = plain(GREEDY)[0]
-    assert EOS not in full.tokens
-    lying = [[EOS if i % 3 == 1 else t for i, t in enumerate(full.tokens)]]
-    drafter = Oracle(lying)
-    honest = GREEDY.model_copy(update={"ignore_eos": False})
-    got = tiny_engine(drafter, k=5, target=TARGET).generate([PROMPTS[0]], honest)[0]
+    unused = next(token for token in range(3, VOCAB) if token not in full.tokens)
+    stopping = GREEDY.model_copy(update={"stop_ids": (unused,)})
+    lying = Oracle([[unused if i % 3 == 1 else token for i, token in enumerate(full.tokens)]])
+    got = tiny_engine(lying, k=5, target=TARGET).generate([PROMPTS[0]], stopping)[0]
     assert got.tokens == full.tokens
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
 
@@ -120,7 +121,7 @@ def test_by_match_parks_a_match_length_that_never_pays_and_probes_it_ever_more_r
     policy = started(ByMatch(16))
     rounds = play(policy, 2, lambda drafted: 0, 1000)
     tried = [index for index, (drafted, _) in enumerate(rounds) if drafted]
-    parked = tried.index(next(b for a, b in zip(tried, tried[1:], strict=False) if b > a + 1))
+    parked = tried.index(next(b for a, b in pairwise(tried) if b > a + 1))
     assert parked <= 10
     assert all(rounds[index][0] == 1 for index in tried[parked:])
     gaps = [b - a for a, b in zip(tried[parked - 1 :], tried[parked:], strict=False)]

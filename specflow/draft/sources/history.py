@@ -22,10 +22,10 @@ from specflow.types import PAD, DraftBlock
 if TYPE_CHECKING:
     import torch
 
-    from specflow.draft.base import Uniforms
+    from specflow.draft.base import SourceContext, Uniforms
     from specflow.types import DraftBudget, Observation
 
-__all__ = ["SOURCE", "History", "HistoryConfig", "Index", "Store"]
+__all__ = ["SOURCE", "History", "HistoryConfig", "Index", "Store", "build"]
 
 LONGEST = {"ngram": 4, "suffix": 64}
 
@@ -57,15 +57,6 @@ class HistoryConfig(BaseModel):
         if self.index == "ngram":
             return NgramIndex(self.min_match, self.longest, vocab_size)
         return SuffixIndex(self.min_match, self.longest)
-
-
-SOURCE = SourceInfo(
-    name="history",
-    config=HistoryConfig,
-    dependency=("copy",),
-    offers=("tokens", "match_lengths"),
-    methods={"ngram": {"index": "ngram"}, "suffix": {"index": "suffix"}},
-)
 
 
 class Index(Protocol):
@@ -216,3 +207,19 @@ def _copy(tokens: Sequence[int], follower: int, count: int) -> list[int]:
     """`count` tokens from `follower` on. Past the end the copy reads what it wrote: a repetition goes on repeating."""
     copied = list(tokens[follower : follower + count])
     return copied if len(copied) == count else list(islice(cycle(copied), count))
+
+
+def build(config: HistoryConfig, context: SourceContext) -> History:
+    """The drafter for a loaded target."""
+    info = context.target.info
+    return History(config, info.vocab_size, info.device)
+
+
+SOURCE = SourceInfo(
+    name="history",
+    config=HistoryConfig,
+    dependency=("copy",),
+    build=build,
+    offers=("tokens", "match_lengths"),
+    methods={"ngram": {"index": "ngram"}, "suffix": {"index": "suffix"}},
+)

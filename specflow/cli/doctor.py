@@ -1,0 +1,148 @@
+"""`specflow doctor`: what this machine offers, and what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["diagnose", "doctor"]
+
+_PACKAGES = (
+    "torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface-hub", "onnx", "onnxscript", "optuna",
+)  # fmt: skip
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="machine output on stdout")] = False) -> None:
+    """Show devices, threads, versions, the cache, and what is missing. Exit code 1 where something needed is."""
+    report = diagnose()
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+    if report["missing"]:
+        raise typer.Exit(1)
+
+
+def diagnose() -> dict[str, Any]:
+    """Everything `doctor` shows, as plain values."""
+    versions = {name: _version(name) for name in _PACKAGES}
+    onnx = _onnxruntime()
+    missing = [f"{name} is not installed" for name, version in versions.items() if version is None]
+    missing += [str(onnx["problem"])] if onnx["problem"] else []
+    if importlib.util.find_spec("pip") is None:
+        missing.append("pip is not installed: the embedded model cannot be fetched (python -m ensurepip)")
+    cache = _cache()
+    missing += [] if cache["writable"] else [f"the cache {cache['path']} is not writable (set SPECFLOW_CACHE)"]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "devices": _devices() if versions["torch"] else [],
+        "versions": versions,
+        "onnxruntime": onnx,
+        "packed_linears": _packed() if versions["torch"] else {},
+        "cache": cache,
+        "missing": missing,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    try:
+        usable = len(os.sched_getaffinity(0))
+    except AttributeError:
+        usable = os.cpu_count() or 1
+    threads = None
+    if _version("torch"):
+        import torch
+
+        threads = torch.get_num_threads()
+    return {"name": _cpu_name(), "cores": os.cpu_count(), "usable_cores": usable, "threads": threads}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    devices: list[dict[str, Any]] = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = properties.total_memory // 2**20
+            devices.append({"device": f"cuda:{index}", "name": properties.name, "memory_mib": memory})
+    if torch.backends.mps.is_available():
+        devices.append({"device": "mps", "name": "Apple GPU"})
+    return [*devices, {"device": "cpu", "name": _cpu_name()}]
+
+
+def _onnxruntime() -> dict[str, Any]:
+    try:
+        runtime = importlib.import_module("onnxruntime")
+    except ImportError as error:
+        return {"version": None, "providers": [], "problem": f"onnxruntime is not usable: {error}"}
+    return {"version": runtime.__version__, "providers": runtime.get_available_providers(), "problem": ""}
+
+
+def _packed() -> dict[str, object]:
+    from specflow.draft.nn.linear import packed_status
+
+    return packed_status()
+
+
+def _cache() -> dict[str, Any]:
+    from specflow.target.store import ModelStore
+
+    store = ModelStore()
+    existing = next(path for path in (store.root, *store.root.resolve().parents) if path.exists())
+    return {
+        "path": str(store.root),
+        "writable": existing.is_dir() and os.access(existing, os.W_OK),
+        "models": [model.name for model in store.cached()],
+        "not_cached": sorted(set(store.catalogue) - {model.name for model in store.cached()}),
+    }
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    cpu, packed, cache, onnx = report["cpu"], report["packed_linears"], report["cache"], report["onnxruntime"]
+    table = Table(show_header=False)
+    table.add_row("python", f"{report['python']} on {report['platform']}")
+    table.add_row("cpu", f"{cpu['name']}, {cpu['usable_cores']} of {cpu['cores']} cores, {cpu['threads']} threads")
+    for device in report["devices"]:
+        memory = f", {device['memory_mib']} MiB" if "memory_mib" in device else ""
+        table.add_row("device", f"{device['device']}: {device['name']}{memory}")
+    for name, version in report["versions"].items():
+        table.add_row(name, version or "[red]missing[/red]")
+    providers = f"{onnx['version']}: {', '.join(onnx['providers'])}"
+    table.add_row("onnxruntime", providers if onnx["version"] else "[red]missing[/red]")
+    if packed:
+        table.add_row("packed linears", "yes" if packed["available"] else f"no: {packed['reason']}")
+        states = [f"{dtype} {'yes' if holds else 'no'}" for dtype, holds in packed["row_invariant"].items()]
+        table.add_row("row invariance", ", ".join(states))
+    table.add_row("cache", f"{cache['path']}: {', '.join(cache['models']) or 'empty'}")
+    table.add_row("missing", "\n".join(report["missing"]) or "nothing")
+    Console().print(table)

@@ -1,0 +1,134 @@
+"""Draft laws: what the tokens of a block were drawn from, in the smallest form that says it.
+
+All implement `types.Law`. A law holds the distribution the tokens were really sampled from, after every processor and
+in the precision of the draw (a draft sampled in bfloat16 against a float32 law biases the text), so probabilities
+below float32 are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specflow.errors import GraphError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Dense", "PointMass", "Reduced", "Sparse"]
+
+
+class PointMass:
+    """Tokens chosen deterministically from their prefix (copies, arg-max drafts, beams): q is 1 on the token.
+
+    Args:
+        tokens: The drafted tokens, PAD where a row has none.  # [B, N] int64
+        vocab_size: V.
+    """
+
+    is_point = True
+
+    def __init__(self, tokens: Tensor, vocab_size: int) -> None:
+        self.tokens, self.vocab_size = tokens, vocab_size
+
+    def prob(self) -> Tensor:
+        """One everywhere.  # [B, N] float32"""
+        return torch.ones(self.tokens.shape, device=self.tokens.device)
+
+    def excess(self, scaled_p: Tensor) -> Tensor:
+        """scaled_p without the drafted token: no probability exceeds 1.  # [B, N, V] -> [B, N, V]"""
+        return scaled_p.scatter(-1, self.tokens.clamp_min(0).unsqueeze(-1), 0.0)
+
+
+class Dense:
+    """Tokens sampled from a distribution over the whole vocabulary.
+
+    Args:
+        tokens: The drafted tokens, PAD where a row has none.  # [B, N] int64
+        probs: What each was sampled from, given its prefix.  # [B, N, V] float32 or wider
+    """
+
+    is_point = False
+
+    def __init__(self, tokens: Tensor, probs: Tensor) -> None:
+        self.tokens, self.probs = tokens, _checked(probs)
+        self.vocab_size = int(probs.shape[-1])
+
+    def prob(self) -> Tensor:
+        """# [B, N]"""
+        found = self.probs.gather(-1, self.tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        return found.masked_fill(self.tokens < 0, 1.0)
+
+    def excess(self, scaled_p: Tensor) -> Tensor:
+        """# [B, N, V] -> [B, N, V]"""
+        return (scaled_p - self.probs).clamp_min_(0.0)
+
+
+class Reduced:
+    """Tokens sampled from a smaller draft vocabulary, each id of which maps to one target id.
+
+    Args:
+        tokens: The drafted tokens as target ids, PAD where a row has none.  # [B, N] int64
+        probs: Over the draft vocabulary.  # [B, N, Vd] float32 or wider
+        to_target: Target id of each draft id, without repeats.  # [Vd] int64
+        vocab_size: V.
+    """
+
+    is_point = False
+
+    def __init__(self, tokens: Tensor, probs: Tensor, to_target: Tensor, vocab_size: int) -> None:
+        self.tokens, self.probs = tokens, _checked(probs)
+        self.to_target, self.vocab_size = to_target, vocab_size
+
+    def prob(self) -> Tensor:
+        """0 for a token the draft vocabulary lacks.  # [B, N]"""
+        reduced = torch.full((self.vocab_size,), -1, device=self.tokens.device)
+        reduced[self.to_target] = torch.arange(len(self.to_target), device=self.tokens.device)
+        index = reduced[self.tokens.clamp_min(0)]
+        found = self.probs.gather(-1, index.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        return found.masked_fill(index < 0, 0.0).masked_fill(self.tokens < 0, 1.0)
+
+    def excess(self, scaled_p: Tensor) -> Tensor:
+        """Tokens outside the draft vocabulary keep all of scaled_p.  # [B, N, V] -> [B, N, V]"""
+        left = (scaled_p[..., self.to_target] - self.probs).clamp_min_(0.0)
+        return scaled_p.index_copy(-1, self.to_target, left.to(scaled_p.dtype))
+
+
+class Sparse:
+    """Tokens sampled from a few candidates at each position.
+
+    Args:
+        tokens: The drafted tokens, PAD where a row has none.  # [B, N] int64
+        ids: Candidates, PAD in unused places; probabilities of a repeated id add up.  # [B, N, C] int64
+        probs: Of the candidates.  # [B, N, C] float32 or wider
+        vocab_size: V.
+    """
+
+    is_point = False
+
+    def __init__(self, tokens: Tensor, ids: Tensor, probs: Tensor, vocab_size: int) -> None:
+        self.tokens, self.vocab_size = tokens, vocab_size
+        self.ids = ids.clamp_min(0)
+        self.probs = _checked(probs).masked_fill(ids < 0, 0.0)
+
+    def prob(self) -> Tensor:
+        """# [B, N]"""
+        found = self.probs.masked_fill(self.ids != self.tokens.unsqueeze(-1), 0.0).sum(-1)
+        return found.masked_fill(self.tokens < 0, 1.0)
+
+    def excess(self, scaled_p: Tensor) -> Tensor:
+        """# [B, N, V] -> [B, N, V]"""
+        wide = torch.promote_types(scaled_p.dtype, self.probs.dtype)
+        return scaled_p.to(wide).scatter_add(-1, self.ids, -self.probs.to(wide)).clamp_min_(0.0)
+
+
+def _checked(probs: Tensor) -> Tensor:
+    if probs.dtype not in (torch.float32, torch.float64):
+        raise GraphError(
+            "draft law",
+            f"probabilities in {str(probs.dtype).removeprefix('torch.')}",
+            "float32 or wider",
+            "take the draft's softmax in float32, sample from it, and pass on what was sampled from",
+        )
+    return probs

@@ -1,0 +1,376 @@
+"""From the target's logits to its law: processors, warpers, and random numbers keyed by position.
+
+Processors act at every row of a pass with that row's own prefix: the committed text, then the draft tokens on the path
+to it. A row of the batch is only touched by its own settings. Every step treats each row of logits alone, so a row has
+the same law in a pass of one row and of many.
+
+Semantics, where engines differ:
+    temperature   below 1e-5 is greedy (as in vLLM): arg-max of the processed logits, ties to the lowest id
+    penalties     repetition counts prompt and text, presence and frequency count the text alone (as in vLLM)
+    top-k         exactly k tokens stay; ties go to the lowest ids
+    top-p         acts on what top-k left: the smallest set whose probability is at least p, ties to the lowest ids
+    min-p         acts after temperature, against the most likely token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from math import log
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from specflow.types import PAD, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specflow.types import DraftBlock, Topology
+
+__all__ = ["BatchSampler", "RoundNoise", "TargetLaw", "draw_tokens", "lowest_argmax"]
+
+GREEDY_BELOW = 1e-5
+RUN = 128  # long rows are searched in two steps: the run of this many entries, then the entry
+MASK64 = (1 << 64) - 1
+
+
+class RoundNoise:
+    """Random numbers of one round, each a pure function of (request seed, stream, absolute position).
+
+    Nothing is shared between rows, rounds or streams, and nothing is stored: a number does not depend on the batch, on
+    the length of the block, or on what else was asked for. Numbers lie strictly between 0 and 1.
+
+    Streams: "target" draws from the target's law, "accept" decides about nodes, "residual" draws recovered tokens,
+    "draft" belongs to drafters.
+
+    Args:
+        seeds: One a row.  # [B]
+        starts: Absolute position of each row's anchor.  # [B]
+        device: Where tensors are wanted.
+    """
+
+    def __init__(self, seeds: Sequence[int], starts: Sequence[int], device: torch.device) -> None:
+        self._seeds, self._starts, self._device = seeds, starts, device
+
+    def uniform(self, stream: str, row: int, position: int) -> float:
+        return _number(_mixed(self._seeds[row] ^ _stream_key(stream)), position)
+
+    def rows(self, stream: str, topology: Topology) -> Tensor:
+        """A number for each row of the pass, keyed by the position of the token it scores.  # [B, M] float64"""
+        return self._at(stream, topology.depth, topology.max_depth, 1)
+
+    def nodes(self, stream: str, topology: Topology) -> Tensor:
+        """A number for each node, keyed by its own position.  # [B, N] float64"""
+        return self._at(stream, topology.depth[:, 1:], topology.max_depth, 0)
+
+    def _at(self, stream: str, depth: Tensor, max_depth: int, offset: int) -> Tensor:
+        table = []
+        for seed, start in zip(self._seeds, self._starts, strict=True):
+            key, begin = _mixed(seed ^ _stream_key(stream)), start + offset
+            table.append([_number(key, position) for position in range(begin, begin + max_depth + 1)])
+        by_depth = torch.tensor(table, dtype=torch.float64, device=self._device)
+        return by_depth.gather(1, depth.expand(len(table), -1))
+
+
+@lru_cache(maxsize=64)
+def _stream_key(stream: str) -> int:
+    return int.from_bytes(blake2b(stream.encode(), digest_size=8).digest(), "little")
+
+
+def _mixed(z: int) -> int:
+    """The output function of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that avalanches."""
+    z = (z + 0x9E3779B97F4A7C15) & MASK64
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & MASK64
+    return z ^ z >> 31
+
+
+def _number(key: int, position: int) -> float:
+    """The middle of one of 2^52 equal cells of the unit interval."""
+    return ((_mixed(key ^ _mixed(position)) >> 12) + 0.5) * 2.0**-52
+
+
+def lowest_argmax(scores: Tensor) -> Tensor:
+    """Index of the largest score, the lowest one of equals.  # [..., V] -> [...] int64
+
+    On CPUs torch's arg-max is scalar code, several times slower than the maximum itself; maxima of runs first.
+    """
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    runs = _in_runs(scores, -torch.inf)
+    best = runs.amax(-1).argmax(-1, keepdim=True)
+    return best.squeeze(-1) * RUN + _pick_run(runs, best).argmax(-1)
+
+
+def draw_tokens(weights: Tensor, u: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution: never a token of weight 0, any positive total.
+
+    Args:
+        weights: Probabilities up to a factor.  # [..., V]
+        u: Numbers in [0, 1).  # [...] float64
+
+    Returns:
+        Token ids.  # [...] int64
+    """
+    return _first_past(weights, u, strict=True)
+
+
+def _first_past(weights: Tensor, share: Tensor, strict: bool) -> Tensor:
+    """Index at which the running sum exceeds (strict) or reaches a share of the total.  # [..., V], [...] -> [...]
+
+    Sums are float64, where the order of summation cannot be seen in a float32 law.
+    """
+    runs = _in_runs(weights, 0.0)
+    sums = runs.sum(-1, dtype=torch.float64).cumsum(-1)
+    mass = share.unsqueeze(-1) * sums[..., -1:]
+    run, before = _search(sums, mass, strict)
+    index, _ = _search(_pick_run(runs, run).cumsum(-1, dtype=torch.float64), mass - before, strict)
+    return (run * RUN + index).squeeze(-1)
+
+
+def _search(sums: Tensor, mass: Tensor, strict: bool) -> tuple[Tensor, Tensor]:
+    """First index whose running sum is past the mass, and the sum before it.  # [..., R], [..., 1] -> [..., 1] twice
+
+    A mass at or past the end finds the last index with a weight: rounding never leads out of the law.
+    """
+    last = sums[..., -1:]
+    index = torch.searchsorted(sums, torch.minimum(mass, torch.nextafter(last, torch.zeros_like(last))), right=strict)
+    return index, sums.gather(-1, (index - 1).clamp_min(0)) * (index > 0)
+
+
+def _in_runs(values: Tensor, fill: float) -> Tensor:
+    """The last dimension cut into runs; few vocabularies need the padding.  # [..., V] -> [..., V / RUN, RUN]"""
+    short = -values.shape[-1] % RUN
+    return (F.pad(values, (0, short), value=fill) if short else values).unflatten(-1, (-1, RUN))
+
+
+def _pick_run(runs: Tensor, index: Tensor) -> Tensor:
+    """# [..., R, RUN], [..., 1] -> [..., RUN]"""
+    return runs.gather(-2, index.unsqueeze(-1).expand(*index.shape, RUN)).squeeze(-2)
+
+
+class TargetLaw:
+    """The target's distribution at every row of a pass, computed as far as it is asked for.
+
+    Args:
+        raw: The logits as the target gave them.  # [B, M, V]
+        logits: The same after all processing; -inf where a token is impossible.  # [B, M, V]
+        greedy_rows: Batch rows that take the most likely token.  # [B]
+    """
+
+    def __init__(self, raw: Tensor, logits: Tensor, greedy_rows: Sequence[bool]) -> None:
+        self._raw, self.logits = raw, logits
+        self.greedy = all(greedy_rows)
+        self._greedy_rows = greedy_rows
+        self._probs: Tensor | None = None
+
+    def probs(self) -> Tensor:
+        """Probabilities; one-hot in greedy rows.  # [B, M, V] float32 or wider"""
+        if self._probs is None:
+            probs = _wide(self.logits).softmax(-1)
+            if any(self._greedy_rows):
+                best = lowest_argmax(self.logits).unsqueeze(-1)
+                rows = torch.tensor(self._greedy_rows, device=probs.device).view(-1, 1, 1)
+                probs = torch.where(rows, torch.zeros_like(probs).scatter_(-1, best, 1.0), probs)
+            self._probs = probs
+        return self._probs
+
+    def draw(self, u: Tensor | None = None) -> Tensor:
+        """A token for every row of the pass; greedy laws need no numbers.
+
+        Args:
+            u: Numbers in [0, 1).  # [B, M] float64
+
+        Returns:
+            Token ids.  # [B, M] int64
+        """
+        if self.greedy:
+            return lowest_argmax(self.logits)
+        assert u is not None, "a sampled law needs numbers"
+        return draw_tokens(self.probs(), u)
+
+    def logprob(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        """Log-probability of tokens under the raw logits, before any processing (as in vLLM).
+
+        Args:
+            tokens: Token ids; where one is PAD the result means nothing.  # [B, R]
+            rows: The row of the pass that scores each.  # [B, R]
+
+        Returns:
+            Natural logarithms.  # [B, R] float32 or wider
+        """
+        index = rows.clamp_min(0) * self._raw.shape[-1] + tokens.clamp_min(0)
+        return _wide(self._raw).log_softmax(-1).flatten(1).gather(1, index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefixes:
+    """What precedes each row of a pass, beyond the committed text."""
+
+    depth: Tensor  # [M]
+    ancestors: Tensor  # [M, M]
+    tokens: Tensor  # [N]
+
+    def counts(self, committed: Tensor) -> Tensor:
+        """Occurrences of every token in each row's own prefix.  # [V] -> [M, V]"""
+        once = (self.ancestors[:, 1:] & (self.tokens >= 0)).to(committed.dtype)
+        ids = self.tokens.clamp_min(0).expand_as(once)
+        return committed.repeat(len(self.depth), 1).scatter_add_(1, ids, once)
+
+
+class _RowState:
+    """One request's settings, and the tokens its penalties count."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int, model_stop_ids: Sequence[int], device: torch.device) -> None:
+        self.sampling = sampling
+        self.greedy = sampling.temperature < GREEDY_BELOW
+        self.counts: Tensor | None = None  # [V] occurrences in the text
+        self.prompt: Tensor | None = None  # [V] bool
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty - 1.0)
+        if any(penalties):
+            self.counts = torch.zeros(vocab_size, device=device)
+            self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self._edits = any(penalties) or bool(sampling.logit_bias)
+        self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
+        self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float64, device=device)
+        stops = {*sampling.stop_ids, *(() if sampling.ignore_eos else model_stop_ids)}
+        self._stop_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
+
+    @property
+    def truncation(self) -> tuple[int, float, float]:
+        return self.sampling.top_k, self.sampling.top_p, self.sampling.min_p
+
+    def edits(self, generated: int) -> bool:
+        """Whether any processor changes this round's logits, given how many tokens the text has."""
+        return self._edits or generated < self.sampling.min_new_tokens
+
+    def edit(self, scores: Tensor, prefixes: _Prefixes, generated: int) -> None:
+        """Apply the processors in place.  # scores [M, V]"""
+        scores.index_add_(1, self._bias_ids, self._bias.to(scores.dtype).expand(len(scores), -1))
+        if self.counts is not None and self.prompt is not None:
+            self._penalise(scores, prefixes.counts(self.counts), self.prompt)
+        early = prefixes.depth < self.sampling.min_new_tokens - generated  # [M]
+        banned = torch.where(early.unsqueeze(1), -torch.inf, scores[:, self._stop_ids])
+        scores.index_copy_(1, self._stop_ids, banned)
+
+    def _penalise(self, scores: Tensor, counts: Tensor, prompt: Tensor) -> None:
+        factor, in_text = self.sampling.repetition_penalty, counts > 0
+        if factor != 1.0:
+            lowered = torch.where(scores > 0, scores / factor, scores * factor)
+            scores.copy_(torch.where(in_text | prompt, lowered, scores))
+        scores -= self.sampling.presence_penalty * in_text
+        scores -= self.sampling.frequency_penalty * counts
+
+
+class BatchSampler:
+    """Sampling settings of the rows of a batch; turns a pass's logits into the law the rules verify against.
+
+    Args:
+        vocab_size: V.
+        stop_ids: The model's own stop ids.
+        device: Where logits live.
+    """
+
+    def __init__(self, vocab_size: int, stop_ids: Sequence[int], device: torch.device) -> None:
+        self._vocab_size, self._stop_ids, self._device = vocab_size, tuple(stop_ids), device
+        self._rows: list[_RowState] = []
+
+    def reset(self, batch: int) -> None:
+        """Forget all requests; the next ones use rows 0 .. batch - 1, greedy until they start."""
+        self._rows = [_RowState(Sampling(), self._vocab_size, self._stop_ids, self._device) for _ in range(batch)]
+
+    def start(self, row: int, sampling: Sampling, seed: int, prompt: Sequence[int]) -> None:
+        """A new request takes this row. Its seed is used by `RoundNoise`, so none is kept here."""
+        state = _RowState(sampling, self._vocab_size, self._stop_ids, self._device)
+        if state.prompt is not None:
+            state.prompt[torch.tensor(prompt, device=self._device)] = True
+        self._rows[row] = state
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self._rows = [self._rows[row] for row in rows]
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Tokens that became part of each row's text, every one of them counted."""
+        for row, new in zip(rows, tokens, strict=True):
+            counts = self._rows[row].counts
+            if counts is not None:
+                ids = torch.tensor([token for token in new if token != PAD], dtype=torch.int64, device=self._device)
+                counts.index_add_(0, ids, torch.ones(len(ids), device=self._device))
+
+    def law(
+        self, logits: Tensor, block: DraftBlock, generated: Sequence[int], rows: Sequence[int] | None = None
+    ) -> TargetLaw:
+        """The law at every row of a pass.
+
+        Args:
+            logits: What the target said.  # [B, M, V]
+            block: What was drafted.
+            generated: Tokens of each row's text so far.  # [B]
+            rows: Rows of the batch the logits belong to; None for all.
+        """
+        states = self._rows if rows is None else [self._rows[row] for row in rows]
+        greedy = [state.greedy for state in states]
+        edited = [b for b, state in enumerate(states) if state.edits(generated[b])]
+        if all(greedy) and not edited:
+            return TargetLaw(logits, logits, greedy)
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        shape = block.topology
+        for b in edited:
+            own = b if len(shape.depth) > 1 else 0
+            prefixes = _Prefixes(shape.depth[own], shape.ancestors[own], block.tokens[b])
+            states[b].edit(scores[b], prefixes, generated[b])
+        if not all(greedy):
+            _warp(scores, states)
+        return TargetLaw(logits, scores, greedy)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _warp(scores: Tensor, states: Sequence[_RowState]) -> None:
+    """Temperature and truncation of the sampled rows, in place; rows of equal settings go together.  # [B, M, V]"""
+    temperatures = [1.0 if state.greedy else state.sampling.temperature for state in states]
+    if any(temperature != 1.0 for temperature in temperatures):
+        scores /= torch.tensor(temperatures, dtype=scores.dtype, device=scores.device).view(-1, 1, 1)
+    groups: dict[tuple[int, float, float], list[int]] = {}
+    for b, state in enumerate(states):
+        if not state.greedy and state.truncation != (0, 1.0, 0.0):
+            groups.setdefault(state.truncation, []).append(b)
+    for (top_k, top_p, min_p), rows in groups.items():
+        if len(rows) == len(states):
+            _truncate(scores, top_k, top_p, min_p)
+        else:
+            part = scores[rows]
+            _truncate(part, top_k, top_p, min_p)
+            scores[rows] = part
+
+
+def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> None:
+    """Make all but the best tokens impossible, in place.  # [..., V]"""
+    limited = 0 < top_k < scores.shape[-1]
+    if limited or top_p < 1.0:
+        best = scores.topk(top_k).values if limited else _descending(scores)
+        last = torch.full_like(best[..., :1], best.shape[-1] - 1, dtype=torch.int64)
+        if top_p < 1.0:
+            share = torch.full_like(best[..., 0], top_p, dtype=torch.float64)
+            last = _first_past(best.softmax(-1), share, strict=False).unsqueeze(-1)
+        worst = best.gather(-1, last)
+        tied = scores == worst
+        room = last + 1 - (scores > worst).sum(-1, keepdim=True)
+        scores.masked_fill_((scores < worst) | (tied & (tied.cumsum(-1, dtype=torch.int32) > room)), -torch.inf)
+    if min_p > 0.0:
+        scores.masked_fill_(scores < scores.amax(-1, keepdim=True) + log(min_p), -torch.inf)
+
+
+def _descending(scores: Tensor) -> Tensor:
+    """Sorted values. On CPUs numpy sorts them with vector instructions, over ten times faster.  # [..., V]"""
+    if scores.device.type != "cpu":
+        return scores.sort(-1, descending=True).values
+    return torch.from_numpy(np.sort(-scores.detach().numpy(), axis=-1)).neg_()
