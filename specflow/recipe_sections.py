@@ -7,7 +7,6 @@ keys, checks and schema without a change here.
 from __future__ import annotations
 
 import re
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -131,7 +130,8 @@ def _draft_section(info: SourceInfo) -> type[DraftSection]:
             Field(info.dependency[0], description=DraftSection.model_fields["dependency"].description),
         ),
     }
-    return _section(f"{info.name}_draft", (info.config, DraftSection), fields)
+    section: type[DraftSection] = _section(f"{info.name}_draft", (info.config, DraftSection), fields)
+    return section
 
 
 def expand_method(data: Any) -> Any:
@@ -218,7 +218,8 @@ def length_sections() -> dict[str, type[LengthSection]]:
 
 def _length_section(name: str, config: type[BaseModel]) -> type[LengthSection]:
     fields: Any = {"policy": (Literal[name], Field(name, description="how the length is chosen"))}
-    return _section(f"{name}_length", (config, LengthSection), fields)
+    section: type[LengthSection] = _section(f"{name}_length", (config, LengthSection), fields)
+    return section
 
 
 def _section(name: str, bases: tuple[type[BaseModel], ...], fields: dict[str, Any]) -> Any:

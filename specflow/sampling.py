@@ -40,13 +40,16 @@ MASK64 = (1 << 64) - 1
 
 
 class RoundNoise:
-    """Random numbers of one round, each a pure function of (request seed, stream, absolute position).
+    """Random numbers of one round, each a pure function of its key; nothing is stored or shared.
 
-    Nothing is shared between rows, rounds or streams, and nothing is stored: a number does not depend on the batch, on
-    the length of the block, or on what else was asked for. Numbers lie strictly between 0 and 1.
+    Streams and their keys:
+        "target"  (seed, position): draws from the target's law, so every way of decoding draws the same tokens
+        others    (seed, start of the round, position): "accept" decides about nodes, "residual" draws recovered tokens,
+                  "draft" belongs to drafters. Positions are drafted again in later rounds, and block verification lets
+                  later nodes decide about earlier ones: a number used twice would bias the text.
 
-    Streams: "target" draws from the target's law, "accept" decides about nodes, "residual" draws recovered tokens,
-    "draft" belongs to drafters.
+    A number depends neither on neighbours in the batch nor on the length of the block, and lies strictly between 0
+    and 1.
 
     Args:
         seeds: One a row.  # [B]
@@ -58,7 +61,7 @@ class RoundNoise:
         self._seeds, self._starts, self._device = seeds, starts, device
 
     def uniform(self, stream: str, row: int, position: int) -> float:
-        return _number(_mixed(self._seeds[row] ^ _stream_key(stream)), position)
+        return _number(self._key(stream, row), position)
 
     def rows(self, stream: str, topology: Topology) -> Tensor:
         """A number for each row of the pass, keyed by the position of the token it scores.  # [B, M] float64"""
@@ -70,11 +73,15 @@ class RoundNoise:
 
     def _at(self, stream: str, depth: Tensor, max_depth: int, offset: int) -> Tensor:
         table = []
-        for seed, start in zip(self._seeds, self._starts, strict=True):
-            key, begin = _mixed(seed ^ _stream_key(stream)), start + offset
+        for row, start in enumerate(self._starts):
+            key, begin = self._key(stream, row), start + offset
             table.append([_number(key, position) for position in range(begin, begin + max_depth + 1)])
         by_depth = torch.tensor(table, dtype=torch.float64, device=self._device)
         return by_depth.gather(1, depth.expand(len(table), -1))
+
+    def _key(self, stream: str, row: int) -> int:
+        key = _mixed(self._seeds[row] ^ _stream_key(stream))
+        return key if stream == "target" else _mixed(key ^ self._starts[row])
 
 
 @lru_cache(maxsize=64)
@@ -108,7 +115,9 @@ def lowest_argmax(scores: Tensor) -> Tensor:
 
 
 def draw_tokens(weights: Tensor, u: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution: never a token of weight 0, any positive total.
+    """First token at which the running sum exceeds u times the total: never a token of weight 0.
+
+    Drafters draw with it too, from the very tensor they hand on as their law.
 
     Args:
         weights: Probabilities up to a factor.  # [..., V]
@@ -117,36 +126,29 @@ def draw_tokens(weights: Tensor, u: Tensor) -> Tensor:
     Returns:
         Token ids.  # [...] int64
     """
-    return _first_past(weights, u, strict=True)
-
-
-def _first_past(weights: Tensor, share: Tensor, strict: bool) -> Tensor:
-    """Index at which the running sum exceeds (strict) or reaches a share of the total.  # [..., V], [...] -> [...]
-
-    Sums are float64, where the order of summation cannot be seen in a float32 law.
-    """
     runs = _in_runs(weights, 0.0)
-    sums = runs.sum(-1, dtype=torch.float64).cumsum(-1)
-    mass = share.unsqueeze(-1) * sums[..., -1:]
-    run, before = _search(sums, mass, strict)
-    index, _ = _search(_pick_run(runs, run).cumsum(-1, dtype=torch.float64), mass - before, strict)
+    sums = runs.sum(-1).cumsum(-1, dtype=torch.float64)
+    mass = u.unsqueeze(-1) * sums[..., -1:]
+    run, before = _search(sums, mass)
+    index, _ = _search(_pick_run(runs, run).cumsum(-1, dtype=torch.float64), mass - before)
     return (run * RUN + index).squeeze(-1)
 
 
-def _search(sums: Tensor, mass: Tensor, strict: bool) -> tuple[Tensor, Tensor]:
-    """First index whose running sum is past the mass, and the sum before it.  # [..., R], [..., 1] -> [..., 1] twice
+def _search(sums: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """First index whose running sum exceeds the mass, and the sum before it.  # [..., R], [..., 1] -> [..., 1] twice
 
     A mass at or past the end finds the last index with a weight: rounding never leads out of the law.
     """
     last = sums[..., -1:]
-    index = torch.searchsorted(sums, torch.minimum(mass, torch.nextafter(last, torch.zeros_like(last))), right=strict)
+    index = torch.searchsorted(sums, torch.minimum(mass, torch.nextafter(last, torch.zeros_like(last))), right=True)
     return index, sums.gather(-1, (index - 1).clamp_min(0)) * (index > 0)
 
 
 def _in_runs(values: Tensor, fill: float) -> Tensor:
     """The last dimension cut into runs; few vocabularies need the padding.  # [..., V] -> [..., V / RUN, RUN]"""
     short = -values.shape[-1] % RUN
-    return (F.pad(values, (0, short), value=fill) if short else values).unflatten(-1, (-1, RUN))
+    padded = F.pad(values, (0, short), value=fill) if short else values
+    return padded.reshape(*values.shape[:-1], -1, RUN)
 
 
 def _pick_run(runs: Tensor, index: Tensor) -> Tensor:
@@ -216,30 +218,29 @@ class _Prefixes:
     ancestors: Tensor  # [M, M]
     tokens: Tensor  # [N]
 
-    def counts(self, committed: Tensor) -> Tensor:
-        """Occurrences of every token in each row's own prefix.  # [V] -> [M, V]"""
-        once = (self.ancestors[:, 1:] & (self.tokens >= 0)).to(committed.dtype)
-        ids = self.tokens.clamp_min(0).expand_as(once)
-        return committed.repeat(len(self.depth), 1).scatter_add_(1, ids, once)
+    def occurrences(self, ids: Tensor) -> Tensor:
+        """How often ids occur on the path to each row.  # [U] -> [M, U] float32"""
+        return self.ancestors[:, 1:].float() @ (self.tokens.unsqueeze(1) == ids).float()
 
 
 class _RowState:
     """One request's settings, and the tokens its penalties count."""
 
-    def __init__(self, sampling: Sampling, vocab_size: int, model_stop_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(self, sampling: Sampling, vocab_size: int, model_stops: Sequence[int], device: torch.device) -> None:
         self.sampling = sampling
         self.greedy = sampling.temperature < GREEDY_BELOW
-        self.counts: Tensor | None = None  # [V] occurrences in the text
-        self.prompt: Tensor | None = None  # [V] bool
-        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty - 1.0)
-        if any(penalties):
-            self.counts = torch.zeros(vocab_size, device=device)
-            self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self._edits = any(penalties) or bool(sampling.logit_bias)
+        neutral = sampling.repetition_penalty == 1.0 and not (sampling.presence_penalty or sampling.frequency_penalty)
+        self._seen = None if neutral else _Seen(vocab_size, device)
+        self._edits = not neutral or bool(sampling.logit_bias)
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
         self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float64, device=device)
-        stops = {*sampling.stop_ids, *(() if sampling.ignore_eos else model_stop_ids)}
+        stops = {*sampling.stop_ids, *(() if sampling.ignore_eos else model_stops)}
         self._stop_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
+
+    def count(self, tokens: Sequence[int], prompt: bool = False) -> None:
+        """Let the penalties know of tokens of the prompt or of the text."""
+        if self._seen is not None:
+            self._seen.add([token for token in tokens if token != PAD], prompt)
 
     @property
     def truncation(self) -> tuple[int, float, float]:
@@ -252,19 +253,44 @@ class _RowState:
     def edit(self, scores: Tensor, prefixes: _Prefixes, generated: int) -> None:
         """Apply the processors in place.  # scores [M, V]"""
         scores.index_add_(1, self._bias_ids, self._bias.to(scores.dtype).expand(len(scores), -1))
-        if self.counts is not None and self.prompt is not None:
-            self._penalise(scores, prefixes.counts(self.counts), self.prompt)
+        if self._seen is not None:
+            self._penalise(scores, prefixes, self._seen)
         early = prefixes.depth < self.sampling.min_new_tokens - generated  # [M]
         banned = torch.where(early.unsqueeze(1), -torch.inf, scores[:, self._stop_ids])
         scores.index_copy_(1, self._stop_ids, banned)
 
-    def _penalise(self, scores: Tensor, counts: Tensor, prompt: Tensor) -> None:
-        factor, in_text = self.sampling.repetition_penalty, counts > 0
+    def _penalise(self, scores: Tensor, prefixes: _Prefixes, seen: _Seen) -> None:
+        """Only ids that occur somewhere are touched. One may occur twice in the list; both get the same value."""
+        factor = self.sampling.repetition_penalty
+        ids = torch.cat((seen.ids, prefixes.tokens.clamp_min(0)))  # [U]
+        counts = seen.counts[ids] + prefixes.occurrences(ids)  # [M, U]
+        found, in_text = scores[:, ids], counts > 0
         if factor != 1.0:
-            lowered = torch.where(scores > 0, scores / factor, scores * factor)
-            scores.copy_(torch.where(in_text | prompt, lowered, scores))
-        scores -= self.sampling.presence_penalty * in_text
-        scores -= self.sampling.frequency_penalty * counts
+            lowered = torch.where(found > 0, found / factor, found * factor)
+            found = torch.where(in_text | seen.in_prompt[ids], lowered, found)
+        found = found - self.sampling.presence_penalty * in_text - self.sampling.frequency_penalty * counts
+        scores.index_copy_(1, ids, found)
+
+
+class _Seen:
+    """Which tokens occur in a request's prompt and text, for penalties."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.counts = torch.zeros(vocab_size, device=device)  # [V] occurrences in the text
+        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # [V]
+        self.ids = torch.empty(0, dtype=torch.int64, device=device)  # [U] all that occur, each once
+        self._known: set[int] = set()
+
+    def add(self, tokens: Sequence[int], prompt: bool) -> None:
+        """Tokens that became part of the prompt or of the text."""
+        new = torch.tensor(tokens, dtype=torch.int64, device=self.ids.device)
+        if prompt:
+            self.in_prompt[new] = True
+        else:
+            self.counts.index_add_(0, new, torch.ones(len(new), device=new.device))
+        fresh = [token for token in dict.fromkeys(tokens) if token not in self._known]
+        self._known.update(fresh)
+        self.ids = torch.cat((self.ids, torch.tensor(fresh, dtype=torch.int64, device=new.device)))
 
 
 class BatchSampler:
@@ -282,13 +308,12 @@ class BatchSampler:
 
     def reset(self, batch: int) -> None:
         """Forget all requests; the next ones use rows 0 .. batch - 1, greedy until they start."""
-        self._rows = [_RowState(Sampling(), self._vocab_size, self._stop_ids, self._device) for _ in range(batch)]
+        self._rows = [self._state(Sampling()) for _ in range(batch)]
 
     def start(self, row: int, sampling: Sampling, seed: int, prompt: Sequence[int]) -> None:
         """A new request takes this row. Its seed is used by `RoundNoise`, so none is kept here."""
-        state = _RowState(sampling, self._vocab_size, self._stop_ids, self._device)
-        if state.prompt is not None:
-            state.prompt[torch.tensor(prompt, device=self._device)] = True
+        state = self._state(sampling)
+        state.count(prompt, prompt=True)
         self._rows[row] = state
 
     def select(self, rows: Sequence[int]) -> None:
@@ -298,10 +323,7 @@ class BatchSampler:
     def commit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Tokens that became part of each row's text, every one of them counted."""
         for row, new in zip(rows, tokens, strict=True):
-            counts = self._rows[row].counts
-            if counts is not None:
-                ids = torch.tensor([token for token in new if token != PAD], dtype=torch.int64, device=self._device)
-                counts.index_add_(0, ids, torch.ones(len(ids), device=self._device))
+            self._rows[row].count(new)
 
     def law(
         self, logits: Tensor, block: DraftBlock, generated: Sequence[int], rows: Sequence[int] | None = None
@@ -328,6 +350,9 @@ class BatchSampler:
         if not all(greedy):
             _warp(scores, states)
         return TargetLaw(logits, scores, greedy)
+
+    def _state(self, sampling: Sampling) -> _RowState:
+        return _RowState(sampling, self._vocab_size, self._stop_ids, self._device)
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -356,21 +381,21 @@ def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> None:
     """Make all but the best tokens impossible, in place.  # [..., V]"""
     limited = 0 < top_k < scores.shape[-1]
     if limited or top_p < 1.0:
-        best = scores.topk(top_k).values if limited else _descending(scores)
-        last = torch.full_like(best[..., :1], best.shape[-1] - 1, dtype=torch.int64)
+        kept = scores.topk(top_k).values.flip(-1) if limited else _ascending(scores)
+        lowest = torch.zeros_like(kept[..., :1], dtype=torch.int64)
         if top_p < 1.0:
-            share = torch.full_like(best[..., 0], top_p, dtype=torch.float64)
-            last = _first_past(best.softmax(-1), share, strict=False).unsqueeze(-1)
-        worst = best.gather(-1, last)
+            share = torch.full_like(kept[..., 0], 1.0 - top_p, dtype=torch.float64)  # what may be dropped
+            lowest = draw_tokens(kept.softmax(-1), share).unsqueeze(-1)
+        worst = kept.gather(-1, lowest)
         tied = scores == worst
-        room = last + 1 - (scores > worst).sum(-1, keepdim=True)
+        room = (torch.searchsorted(kept, worst, right=True) - lowest).int()  # how many of the tied stay
         scores.masked_fill_((scores < worst) | (tied & (tied.cumsum(-1, dtype=torch.int32) > room)), -torch.inf)
     if min_p > 0.0:
         scores.masked_fill_(scores < scores.amax(-1, keepdim=True) + log(min_p), -torch.inf)
 
 
-def _descending(scores: Tensor) -> Tensor:
+def _ascending(scores: Tensor) -> Tensor:
     """Sorted values. On CPUs numpy sorts them with vector instructions, over ten times faster.  # [..., V]"""
     if scores.device.type != "cpu":
-        return scores.sort(-1, descending=True).values
-    return torch.from_numpy(np.sort(-scores.detach().numpy(), axis=-1)).neg_()
+        return scores.sort(-1).values
+    return torch.from_numpy(np.sort(scores.detach().numpy(), axis=-1))

@@ -180,12 +180,11 @@ def residual(block: DraftBlock, p: Tensor, left: Tensor, accepted: Tensor) -> tu
     Returns:
         Weights and flag.  # [B, V], [B] bool
     """
-    whole = p.gather(1, accepted.view(-1, 1, 1).expand(-1, 1, p.shape[-1])).squeeze(1)
+    whole = _row_of(p, accepted)
     bonus = accepted == valid_nodes(block).sum(1)
     if not block.num_nodes:
         return whole, bonus
-    row = accepted.clamp_max(block.num_nodes - 1)
-    over = left.gather(1, row.view(-1, 1, 1).expand(-1, 1, left.shape[-1])).squeeze(1)
+    over = _row_of(left, accepted.clamp_max(block.num_nodes - 1))
     # Where p and q agree to the last bit nothing is over, and a refusal is a rounding error: p itself is right then.
     return torch.where((bonus | (over.amax(-1) <= 0)).unsqueeze(1), whole.to(over.dtype), over), bonus
 
@@ -197,6 +196,12 @@ def _recover(block: DraftBlock, p: Tensor, left: Tensor, accepted: Tensor, noise
     recovered_u, bonus_u = (noise.rows(stream, block.topology).gather(1, row) for stream in ("residual", "target"))
     u = torch.where(bonus, bonus_u.squeeze(1), recovered_u.squeeze(1))
     return _verdict(block, accepted, draw_tokens(weights, u).unsqueeze(1))
+
+
+def _row_of(values: Tensor, row: Tensor) -> Tensor:
+    """One row of each batch row.  # [B, R, V], [B] -> [B, V]"""
+    first = torch.arange(len(row), device=row.device) * values.shape[1]
+    return values.flatten(0, 1).index_select(0, first + row)
 
 
 def _chosen(block: DraftBlock, p: Tensor) -> Tensor:

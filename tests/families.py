@@ -105,7 +105,7 @@ def prefill(target: Target, tokens: Tensor, cache: Any, chunk: int = 1000) -> Te
     return torch.cat(logits, dim=1)
 
 
-def prefilled(target: Target, rows: Sequence[Tensor], capacity: int = 128) -> Any:
+def prefilled(target: Target, rows: Sequence[Tensor], capacity: int = 192) -> Any:
     """A cache whose rows hold these prompts, each entered on its own."""
     cache = target.new_cache(len(rows), capacity)
     for index, tokens in enumerate(rows):

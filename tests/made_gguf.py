@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from tokenizers.pre_tokenizers import ByteLevel
 
 from specflow.target.gguf_tokenizer import GgufVocabulary
+from specflow.target.store import ModelStore
 from specflow.target.wheel import WheelModel
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -90,7 +93,7 @@ def tiny_model(config: Any) -> Any:
 
 
 def write_gguf(
-    path: Path, model: Any, kind: str = "F32", fields: Mapping[str, Any] = {}, extra: Mapping[str, Any] = {}  # noqa: B006
+    path: Path, model: Any, kind: str = "F32", fields: Mapping[str, Any] = {}, extra: Mapping[str, Any] = {}
 ) -> Path:
     """Write a transformers model as a GGUF file.
 
@@ -134,7 +137,8 @@ def write_wheel(directory: Path, gguf: Path, name: str = "made_model") -> WheelM
     wheel, member, info = directory / f"{name}-1.0-py3-none-any.whl", f"{name}/model.gguf", f"{name}-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(gguf, member)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: absent\n")
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: absent\n"
+        archive.writestr(f"{info}/METADATA", metadata)
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     data = gguf.read_bytes()
@@ -142,6 +146,36 @@ def write_wheel(directory: Path, gguf: Path, name: str = "made_model") -> WheelM
         name="tiny", description="a made model", package=name.replace("_", "-"), version="1.0", member=member,
         sha256=hashlib.sha256(data).hexdigest(), size=len(data), wheel_size=wheel.stat().st_size, converted_size=10**6,
     )  # fmt: skip
+
+
+def copying(made: tuple[WheelModel, Path], *damage: Callable[[Path], None]) -> Any:
+    """A download that copies the wheel; the first calls damage their copy. `calls` notes whether each was fresh."""
+    calls: list[bool] = []
+
+    def download(model: WheelModel, directory: Path, fresh: bool) -> Path:
+        copy = Path(shutil.copy(next(made[1].glob("*.whl")), directory))
+        if len(calls) < len(damage):
+            damage[len(calls)](copy)
+        calls.append(fresh)
+        return copy
+
+    download.calls = calls  # type: ignore[attr-defined]
+    return download
+
+
+def made_store(made: tuple[WheelModel, Path], root: Path, *damage: Callable[[Path], None]) -> ModelStore:
+    return ModelStore(root, {"tiny": made[0]}, copying(made, *damage))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def _add_tokenizer(writer: GGUFWriter, pre: str) -> None:

@@ -118,5 +118,6 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         state = "cached" if row["cached"] else "not cached"
         size = f"{row['size'] / 1e6:.0f}"
-        table.add_row(row["name"], state, size, row["verified"] or "-", row["source"].partition(" (sha256")[0], row["path"] or "-")
+        source = row["source"].partition(" (sha256")[0]
+        table.add_row(row["name"], state, size, row["verified"] or "-", source, row["path"] or "-")
     Console().print(table)

@@ -1,0 +1,3 @@
+"""Drafters behind one protocol."""
+
+__all__: list[str] = []

@@ -35,7 +35,7 @@ class Needs:
 
 
 class Uniforms(Protocol):
-    """Random numbers of this round, keyed by (request seed, stream, absolute position)."""
+    """Random numbers of this round, keyed by (request seed, stream, round, absolute position)."""
 
     def uniform(self, stream: str, row: int, position: int) -> float:
         """A number in [0, 1); the same key always gives the same number."""

@@ -1,0 +1,3 @@
+"""Target models behind one protocol, and where their files come from."""
+
+__all__: list[str] = []

@@ -82,4 +82,6 @@ def recurrent_reason(config: PretrainedConfig) -> str:
     kinds = [str(kind) for kind in (getattr(config, "layer_types", None) or ())]
     kinds += [config.model_type]
     marked = sorted({kind for kind in kinds if any(mark in kind for mark in _RECURRENT_MARKS)})
-    return f"recurrent or hybrid state ({', '.join(marked)}) cannot be rolled back after a rejected draft" if marked else ""
+    if not marked:
+        return ""
+    return f"recurrent or hybrid state ({', '.join(marked)}) cannot be rolled back after a rejected draft"

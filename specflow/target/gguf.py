@@ -98,8 +98,6 @@ def _config(fields: Mapping[str, Any], reader: GGUFReader, path: Path) -> dict[s
     head_width = read.integer("attention.key_length", hidden // heads)
     read.refuse_unless("rope.dimension_count", head_width, "rotary positions on a part of each head")
     read.refuse_unless("expert_count", 0, "a mixture of experts")
-    names = {tensor.name for tensor in reader.tensors}
-    window = read.integer("attention.sliding_window", 0)
     config: dict[str, Any] = {
         "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family] + "ForCausalLM"],
         "model_type": family,
@@ -114,17 +112,25 @@ def _config(fields: Mapping[str, Any], reader: GGUFReader, path: Path) -> dict[s
         "max_position_embeddings": read.integer("context_length"),
         "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": read.number("rope.freq_base", 10000.0),
-        "tie_word_embeddings": "output.weight" not in names,
         "torch_dtype": _weight_dtype(reader),
     }
+    return config | _options(read, reader, config)
+
+
+def _options(read: _FieldReader, reader: GGUFReader, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What differs between members of a family: tied weights, biases, a sliding window, rope scaling."""
+    family = config["model_type"]
+    names = {tensor.name for tensor in reader.tensors}
+    options: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in names}
     if family != "qwen2":
-        config["attention_bias"] = "blk.0.attn_output.bias" in names
+        options["attention_bias"] = "blk.0.attn_output.bias" in names
     if family == "llama":
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in names
+        options["mlp_bias"] = "blk.0.ffn_gate.bias" in names
+    window = read.integer("attention.sliding_window", 0)
     if family == "llama" and window:
-        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        options |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
     scaling = _rope_scaling(read, reader, config)
-    return config | ({"rope_scaling": scaling} if scaling else {})
+    return options | ({"rope_scaling": scaling} if scaling else {})
 
 
 class _FieldReader:

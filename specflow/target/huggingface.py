@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from specflow.draft.nn.attention import plan_attention
 from specflow.errors import CheckpointError, ModelError
 from specflow.target.architecture import recurrent_reason
-from specflow.target.base import TargetInfo
+from specflow.target.base import Cache, TargetInfo
 from specflow.target.cache import KVCache
 from specflow.target.stack import DecoderStack
 from specflow.types import Skip, TargetOutput
@@ -82,7 +82,7 @@ class HuggingFaceTarget:
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: KVCache,
+        cache: Cache,
         mask: Tensor | None = None,
         taps: Sequence[int] = (),
         layers: tuple[int, int] | None = None,
@@ -91,6 +91,7 @@ class HuggingFaceTarget:
         rows: Literal["all", "last"] = "all",
     ) -> TargetOutput:
         """See `Target.forward`."""
+        assert isinstance(cache, KVCache)
         span = layers or (0, self._num_layers)
         wanted = [tap for tap in taps if tap < 0 or span[0] <= tap < span[1]]
         lengths = cache.lengths

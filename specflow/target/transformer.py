@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specflow.draft.nn.attention import KEY_STEP, plan_attention
 from specflow.draft.nn.block import BlockWeights, DecoderBlock, Pass, RMSNorm
@@ -16,7 +16,7 @@ from specflow.draft.nn.linear import Linear, is_row_invariant
 from specflow.draft.nn.rope import RotaryTable
 from specflow.errors import CheckpointError, ModelError
 from specflow.target.architecture import Architecture
-from specflow.target.base import TargetInfo
+from specflow.target.base import Cache, TargetInfo
 from specflow.target.cache import KVCache
 from specflow.types import Skip, TargetOutput
 
@@ -57,7 +57,7 @@ class NativeTarget:
         self._rotary = RotaryTable(config, options.dtype, options.device)
         reader = _Reader(tensors, arch, options)
         self.embedding = reader.take("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size))
-        self.blocks = nn.ModuleList(reader.block(index) for index in range(arch.num_layers))
+        self.blocks = [reader.block(index) for index in range(arch.num_layers)]
         self.norm = reader.norm("model.norm.weight", arch.hidden_size)
         self.head = reader.head(self.embedding)
         reader.close()
@@ -85,7 +85,7 @@ class NativeTarget:
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: KVCache,
+        cache: Cache,
         mask: Tensor | None = None,
         taps: Sequence[int] = (),
         layers: tuple[int, int] | None = None,
@@ -94,6 +94,7 @@ class NativeTarget:
         rows: Literal["all", "last"] = "all",
     ) -> TargetOutput:
         """See `Target.forward`. Prefill passes (rows="last") take the ordinary layouts: both sides share them."""
+        assert isinstance(cache, KVCache)
         batch, width = tokens.shape
         exact = self._row_invariant and rows == "all"
         shared = self._share(positions, cache, mask, exact)
@@ -160,8 +161,8 @@ class _Reader:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._tensors:
-            near = ", ".join(sorted(self._tensors)[:3])
-            raise CheckpointError(self._options.name, f"tensor {name!r} is missing", f"shape {shape}", f"there are {near}, ...")
+            near = f"there are {', '.join(sorted(self._tensors)[:3])}, ..."
+            raise CheckpointError(self._options.name, f"tensor {name!r} is missing", f"shape {shape}", near)
         tensor = self._tensors.pop(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(self._options.name, f"{name} has shape {tuple(tensor.shape)}", f"{shape}")
@@ -196,9 +197,10 @@ class _Reader:
         gate = self._tensors.get(f"{prefix}.mlp.gate_proj.weight")
         wide = 0 if gate is None else gate.shape[0]
         normed = f"{prefix}.self_attn.q_norm.weight" in self._tensors
+        parts = {"q_proj": inner, "k_proj": outer, "v_proj": outer}
         return DecoderBlock(
             BlockWeights(
-                qkv=self.fused(f"{prefix}.self_attn", {"q_proj": inner, "k_proj": outer, "v_proj": outer}, arch.hidden_size),
+                qkv=self.fused(f"{prefix}.self_attn", parts, arch.hidden_size),
                 out=self.fused(f"{prefix}.self_attn", {"o_proj": arch.hidden_size}, inner),
                 gate_up=self.fused(f"{prefix}.mlp", {"gate_proj": wide, "up_proj": wide}, arch.hidden_size),
                 down=self.fused(f"{prefix}.mlp", {"down_proj": arch.hidden_size}, wide),
@@ -219,6 +221,5 @@ class _Reader:
         ignored = (".rotary_emb.inv_freq",)
         left = [name for name in self._tensors if not name.endswith(ignored)]
         if left:
-            raise CheckpointError(
-                self._options.name, f"{len(left)} tensors are not part of this architecture: {', '.join(sorted(left)[:4])}"
-            )
+            found = f"{len(left)} tensors are not part of this architecture: {', '.join(sorted(left)[:4])}"
+            raise CheckpointError(self._options.name, found)

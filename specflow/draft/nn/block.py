@@ -94,14 +94,16 @@ class DecoderBlock(nn.Module):
         plan = shared.windowed if self.windowed and shared.windowed is not None else shared.full
         real = shared.cos.shape[0]
         heads = shared.apply(self.qkv, self.attention_norm(hidden))[:real].view(real, -1, self.head_width)
-        queries, fresh_keys, fresh_values = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        queries, fresh_keys, fresh_values = torch.split(heads, sizes, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             queries, fresh_keys = self.query_norm(queries), self.key_norm(fresh_keys)
         if self.rotary:
             joined = heads[:, : self.num_heads + self.num_kv_heads]
             if self.query_norm is not None:
                 joined = torch.cat((queries, fresh_keys), dim=1)
-            queries, fresh_keys = rotate(joined, shared.cos, shared.sin).split((self.num_heads, self.num_kv_heads), dim=1)
+            rotated = rotate(joined, shared.cos, shared.sin)
+            queries, fresh_keys = torch.split(rotated, sizes[:2], dim=1)
         for b, length in enumerate(plan.lengths):
             rows = slice(b * plan.rows, (b + 1) * plan.rows)
             keys[b, :, length : length + plan.rows] = fresh_keys[rows].transpose(0, 1)

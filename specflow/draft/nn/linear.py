@@ -31,7 +31,7 @@ class Linear(nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
         self._packed: Tensor | None = None
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def pack_refusal(dtype: torch.dtype) -> str:
     """Why weights of this dtype cannot be packed here; empty where they can. Checked once against `F.linear`."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"oneDNN has no {dtype} linear"
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this torch build has no oneDNN"
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     try:

@@ -34,9 +34,8 @@ class RotaryTable:
         elif kind in ("linear", "llama3", "yarn"):
             self._frequencies, self._gain = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         else:
-            raise ModelError(
-                "target.model", f"rope_type {kind!r}", "default, linear, llama3 or yarn", "set target.implementation: transformers"
-            )
+            hint = "set target.implementation: transformers"
+            raise ModelError("target.model", f"rope_type {kind!r}", "default, linear, llama3 or yarn", hint)
         self._dtype, self._device = dtype, device
         self._cos = self._sin = torch.empty(0)
         self.grow(256)

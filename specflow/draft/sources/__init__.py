@@ -1,0 +1,3 @@
+"""Sources of drafts, one file a method."""
+
+__all__: list[str] = []

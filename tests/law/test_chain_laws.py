@@ -1,0 +1,305 @@
+"""Exact laws of the chain rules: all drafts and all decisions enumerated, with the rules' own formulas.
+
+A draft block of up to GAMMA tokens is drawn from q, verified, and the text completed by the target; the joint law of
+GAMMA + 1 tokens must be the target's. Acceptance probabilities and residuals come from the functions that the rules
+call; that the rules turn numbers into decisions with those probabilities is checked at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from specflow.law import Dense, PointMass, Reduced, Sparse
+from specflow.sampling import RoundNoise, TargetLaw, draw_tokens
+from specflow.tree import chain, valid_nodes
+from specflow.types import PAD, DraftBlock, Law
+from specflow.verify import BlockRule, Rejection, block_odds, residual, token_odds
+
+VOCAB, GAMMA = 3, 3
+CPU = torch.device("cpu")
+KINDS = ("dense", "point", "reduced", "sparse")
+Outcome = tuple[Tensor, Tensor]  # P(a) [B, N + 1], left [B, N, V]
+
+
+class Models:
+    """Target and draft tables: a random law for every prefix. Prefixes of one length are numbered in base VOCAB."""
+
+    def __init__(self, seed: int, kind: str = "dense", gamma: int = GAMMA) -> None:
+        draws = torch.Generator().manual_seed(seed)
+
+        def table(length: int) -> Tensor:
+            return (torch.randn(VOCAB**length, VOCAB, generator=draws, dtype=torch.float64) * 1.5).softmax(-1)
+
+        self.kind, self.gamma = kind, gamma
+        self.p = [table(length) for length in range(gamma + 1)]
+        self.q = [self._narrowed(table(length)) for length in range(gamma)]
+        self.tokens = torch.tensor(list(product(range(VOCAB), repeat=gamma)))  # every block  # [B, N]
+        prefixes = [torch.zeros(len(self.tokens), dtype=torch.int64)]
+        for column in self.tokens.unbind(1):
+            prefixes.append(prefixes[-1] * VOCAB + column)
+        self.prefixes = prefixes
+        self.target_rows = torch.stack([p[at] for p, at in zip(self.p, prefixes, strict=True)], 1)  # [B, M, V]
+        self.draft_rows = torch.stack([q[at] for q, at in zip(self.q, prefixes[:-1], strict=True)], 1)  # [B, N, V]
+
+    def _narrowed(self, q: Tensor) -> Tensor:
+        if self.kind == "point":
+            return torch.zeros_like(q).scatter(1, q.argmax(1, keepdim=True), 1.0)
+        if self.kind == "dense":
+            return q
+        q = q.scatter(1, torch.tensor([[1]]).expand(len(q), 1), 0.0)  # neither small vocabulary has token 1
+        return q / q.sum(1, keepdim=True)
+
+    def law(self, tokens: Tensor, q: Tensor) -> Law:
+        if self.kind == "point":
+            return PointMass(tokens, VOCAB)
+        if self.kind == "dense":
+            return Dense(tokens, q)
+        ids = torch.tensor([2, 0])
+        if self.kind == "reduced":
+            return Reduced(tokens, q[..., ids], ids, VOCAB)
+        return Sparse(tokens, ids.expand(*tokens.shape, 2), q[..., ids], VOCAB)
+
+    def block(self, lengths: Tensor, q: Tensor | None = None) -> DraftBlock:
+        """Every possible block, the first `lengths` tokens of each; optionally with a wrong claim about q."""
+        tokens = self.tokens.masked_fill(torch.arange(self.gamma) >= lengths.unsqueeze(1), PAD)
+        law = self.law(tokens, self.draft_rows if q is None else q)
+        return DraftBlock(tokens, tuple(lengths.tolist()), chain(self.gamma, CPU), law)
+
+    def fixed(self, length: int) -> Tensor:
+        return torch.full((len(self.tokens),), length)
+
+    def weights(self) -> Tensor:
+        """Probability of every block.  # [B]"""
+        return self.draft_rows.gather(2, self.tokens.unsqueeze(-1)).squeeze(-1).prod(1)
+
+    def joint(self) -> Tensor:
+        """The target's law of gamma + 1 tokens."""
+        mass = torch.ones(1, dtype=torch.float64)
+        for p in self.p:
+            mass = (mass.unsqueeze(1) * p).flatten()
+        return mass
+
+
+def token_outcome(block: DraftBlock, p: Tensor) -> Outcome:
+    h = chance(*token_odds(block, p)) * valid_nodes(block)
+    passed = torch.cat((torch.ones_like(h[:, :1]), h.cumprod(1)), 1)
+    return passed - torch.cat((passed[:, 1:], torch.zeros_like(h[:, :1])), 1), block.law.excess(p[:, :-1])
+
+
+def block_outcome(block: DraftBlock, p: Tensor) -> Outcome:
+    bar, weight, left = block_odds(block, p)
+    h = torch.cat((torch.ones(len(p), 1, dtype=p.dtype), chance(bar, weight) * valid_nodes(block)), 1)
+    later_fail = (1 - h).flip(1).cumprod(1).flip(1)[:, 1:]
+    return h * torch.cat((later_fail, torch.ones_like(h[:, :1])), 1), left
+
+
+def chance(bar: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(weight > bar, bar / weight, 1.0)
+
+
+RULES_BY_NAME: dict[str, Callable[[DraftBlock, Tensor], Outcome]] = {"rejection": token_outcome, "block": block_outcome}
+
+
+def law_error(models: Models, block: DraftBlock, outcome: Outcome) -> float:
+    """Largest error of the joint law of gamma + 1 tokens, all drafts weighed and all texts completed."""
+    reached, left = outcome
+    gamma, rows = models.gamma, models.target_rows
+    mass = [torch.zeros(VOCAB**length, dtype=torch.float64) for length in range(gamma + 2)]
+    for accepted in range(gamma + 1):
+        weight = models.weights() * reached[:, accepted]
+        over, _ = residual(block, rows, left, torch.full((len(rows),), accepted))
+        following = over / over.sum(1, keepdim=True)
+        for token in range(VOCAB):
+            share = torch.where(weight > 0, weight * following[:, token], 0.0)
+            mass[accepted + 1].index_add_(0, models.prefixes[accepted] * VOCAB + token, share)
+    for length in range(1, gamma + 1):
+        mass[length + 1] += (mass[length].unsqueeze(1) * models.p[length]).flatten()
+    assert abs(float(mass[-1].sum()) - 1) < 1e-12
+    return float((mass[-1] - models.joint()).abs().sum())
+
+
+def mean_accepted(models: Models, outcome: Outcome) -> float:
+    return float((models.weights() @ outcome[0]) @ torch.arange(models.gamma + 1.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", RULES_BY_NAME)
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_the_joint_law_is_the_targets(rule: str, kind: str, gamma: int) -> None:
+    for seed in range(4):
+        models = Models(seed, kind, gamma)
+        for length in range(gamma + 1):  # shorter rows of a wider block
+            block = models.block(models.fixed(length))
+            assert law_error(models, block, RULES_BY_NAME[rule](block, models.target_rows)) < 1e-12
+
+
+@pytest.mark.parametrize("rule", RULES_BY_NAME)
+def test_a_length_that_depends_on_earlier_tokens_keeps_the_law(rule: str) -> None:
+    """Drafting stops after a token of low confidence, which stays in the block."""
+    models = Models(1)
+    unsure = models.draft_rows.gather(2, models.tokens.unsqueeze(-1)).squeeze(-1) < 0.3
+    lengths = torch.where(unsure.any(1), unsure.long().argmax(1) + 1, GAMMA)
+    assert len(set(lengths.tolist())) == GAMMA
+    block = models.block(lengths)
+    assert law_error(models, block, RULES_BY_NAME[rule](block, models.target_rows)) < 1e-12
+
+
+@pytest.mark.parametrize("rule", RULES_BY_NAME)
+def test_control_dropping_the_unsure_token_itself_is_biased(rule: str) -> None:
+    models = Models(1)
+    unsure = models.draft_rows.gather(2, models.tokens.unsqueeze(-1)).squeeze(-1) < 0.3
+    block = models.block(torch.where(unsure.any(1), unsure.long().argmax(1), GAMMA))
+    assert law_error(models, block, RULES_BY_NAME[rule](block, models.target_rows)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES_BY_NAME)
+def test_control_q_before_processing_is_biased(rule: str) -> None:
+    """Tokens drawn at temperature 0.5, law claimed at temperature 1."""
+    models = Models(2)
+    raw = models.draft_rows.sqrt()
+    block = models.block(models.fixed(GAMMA), raw / raw.sum(-1, keepdim=True))
+    assert law_error(models, block, RULES_BY_NAME[rule](block, models.target_rows)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES_BY_NAME)
+def test_control_drafting_in_bfloat16_is_biased(rule: str) -> None:
+    """Tokens drawn from bfloat16 logits of a usual size, law claimed from the float32 ones; refused when admitted."""
+    models = Models(3)
+    logits = models.draft_rows.log().float() + 20.3
+    models.q = [q.log().float().add(20.3).bfloat16().double().softmax(-1) for q in models.q]
+    models.draft_rows = logits.bfloat16().double().softmax(-1)
+    lied = models.block(models.fixed(GAMMA), logits.double().softmax(-1))
+    honest = models.block(models.fixed(GAMMA))
+    assert law_error(models, lied, RULES_BY_NAME[rule](lied, models.target_rows)) > 1e-3
+    assert law_error(models, honest, RULES_BY_NAME[rule](honest, models.target_rows)) < 1e-12
+
+
+def test_control_block_acceptance_with_the_token_rules_residual_is_biased() -> None:
+    models = Models(4)
+    block = models.block(models.fixed(GAMMA))
+    reached, _ = block_outcome(block, models.target_rows)
+    assert law_error(models, block, (reached, block.law.excess(models.target_rows[:, :-1]))) > 1e-3
+
+
+def test_control_block_acceptance_that_stops_at_the_first_refusal_is_biased() -> None:
+    models = Models(4)
+    block = models.block(models.fixed(GAMMA))
+    bar, weight, left = block_odds(block, models.target_rows)
+    passed = torch.cat((torch.ones_like(bar[:, :1]), chance(bar, weight).cumprod(1), torch.zeros_like(bar[:, :1])), 1)
+    assert law_error(models, block, (passed[:, :-1] - passed[:, 1:], left)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_verification_accepts_at_least_as_much(kind: str) -> None:
+    gains = []
+    for seed in range(12):
+        models = Models(seed, kind)
+        block = models.block(models.fixed(GAMMA))
+        token, whole = (mean_accepted(models, each(block, models.target_rows)) for each in RULES_BY_NAME.values())
+        assert whole >= token - 1e-12
+        gains.append(whole - token)
+    assert max(gains) > 1e-3 or kind == "point"
+
+
+class GivenNoise(RoundNoise):
+    """Numbers from a table in place of keyed ones: accept numbers by node, one number for whatever is drawn."""
+
+    def __init__(self, accept: Tensor, following: Tensor) -> None:
+        self._accept, self._following = accept, following
+
+    def nodes(self, stream: str, topology: object) -> Tensor:
+        assert stream == "accept"
+        return self._accept
+
+    def rows(self, stream: str, topology: object) -> Tensor:
+        assert stream in ("residual", "target")
+        return self._following.unsqueeze(1).expand(-1, self._accept.shape[1] + 1)
+
+
+@pytest.mark.parametrize(("rule", "name"), [(Rejection(), "rejection"), (BlockRule(), "block")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_decide_with_these_probabilities(rule: Rejection | BlockRule, name: str, kind: str) -> None:
+    """A regular grid of numbers for every node and draw: frequencies equal probabilities to the grid's width."""
+    models, grid, chosen = Models(5, kind, gamma=2), 24, 4
+    middle = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
+    points = torch.cartesian_prod(middle, middle, middle)
+    every = models.block(models.fixed(2))
+    reached, left = RULES_BY_NAME[name](every, models.target_rows)
+    for row in models.weights().topk(chosen).indices.tolist():
+        if models.weights()[row] == 0:
+            continue
+        many = torch.full((len(points),), row)
+        tokens = models.tokens[many]
+        law = models.law(tokens, models.draft_rows[many])
+        block = DraftBlock(tokens, (2,) * len(points), chain(2, CPU), law)
+        p = models.target_rows[many]
+        noise = GivenNoise(points[:, :2], points[:, 2])
+        verdict = rule.verify(block, TargetLaw(p.log(), p.log(), [False] * len(p)), noise)
+        for accepted in range(3):
+            hit = verdict.accepted == accepted
+            assert float(hit.double().mean()) == pytest.approx(float(reached[row, accepted]), abs=2.5 / grid)
+            over, _ = residual(every, models.target_rows, left, torch.full((len(every.tokens),), accepted))
+            if hit.any():
+                expected = draw_tokens(over[row].expand(int(hit.sum()), -1), points[hit, 2])
+                assert verdict.tokens[hit, accepted].equal(expected)
+
+
+P_AFTER = torch.tensor([[0.57, 0.19, 0.24], [0.17, 0.14, 0.69], [0.1, 0.72, 0.18]], dtype=torch.float64)  # by token before
+Q_AFTER = torch.tensor([[0.38, 0.34, 0.28], [0.08, 0.51, 0.41], [0.48, 0.35, 0.17]], dtype=torch.float64)
+
+
+class KeyedByPosition(RoundNoise):
+    """Numbers that forget in which round they are asked for."""
+
+    def __init__(self, seeds: Sequence[int], starts: Sequence[int], device: torch.device) -> None:
+        super().__init__(seeds, starts, device)
+        self._first = RoundNoise(seeds, [0] * len(seeds), device)
+
+    def _key(self, stream: str, row: int) -> int:
+        return self._first._key(stream, row)
+
+
+def chi_square(rule: Rejection | BlockRule, noise_type: type[RoundNoise], requests: int) -> float:
+    """Misfit of the first three tokens that the real rounds produce, drafts drawn with the rounds' own numbers."""
+    p, q = P_AFTER, Q_AFTER
+    gamma, wanted = 3, 4
+    text = torch.full((requests, wanted + gamma + 1), PAD)
+    text[:, 0] = 0
+    sizes = torch.zeros(requests, dtype=torch.int64)
+    while int(sizes.min()) < wanted - 1:
+        busy = (sizes < wanted - 1).nonzero().squeeze(1)
+        starts = sizes[busy].tolist()
+        noise = noise_type(busy.tolist(), starts, CPU)
+        drafts, rows = [], [p[text[busy, sizes[busy]]]]
+        laws, before = [], text[busy, sizes[busy]]
+        for step in range(gamma):
+            u = [noise.uniform("draft", row, start + step + 1) for row, start in enumerate(starts)]
+            laws.append(q[before])
+            before = draw_tokens(q[before], torch.tensor(u, dtype=torch.float64))
+            drafts.append(before)
+            rows.append(p[before])
+        tokens, target = torch.stack(drafts, 1), torch.stack(rows, 1).log()
+        block = DraftBlock(tokens, (gamma,) * len(busy), chain(gamma, CPU), Dense(tokens, torch.stack(laws, 1)))
+        verdict = rule.verify(block, TargetLaw(target, target, [False] * len(busy)), noise)
+        columns = sizes[busy].unsqueeze(1) + 1 + torch.arange(gamma + 1)
+        text[busy.unsqueeze(1), columns.clamp_max(text.shape[1] - 1)] = verdict.tokens
+        sizes[busy] += verdict.accepted + 1
+    codes = (text[:, 1] * 3 + text[:, 2]) * 3 + text[:, 3]
+    observed = torch.bincount(codes, minlength=27).double() / requests
+    expected = (p[0].view(3, 1, 1) * p.unsqueeze(2) * p.unsqueeze(0)).flatten()
+    return float(((observed - expected) ** 2 / expected).sum()) * requests
+
+
+@pytest.mark.parametrize("rule", [Rejection(), BlockRule()])
+def test_rounds_that_follow_each_other_keep_the_law(rule: Rejection | BlockRule) -> None:
+    """Chi-square with 26 degrees of freedom: 60 has probability 2e-4, and seeds are fixed."""
+    assert chi_square(rule, RoundNoise, 4000) < 60
+
+
+def test_control_numbers_used_again_in_the_next_round_bias_block_verification() -> None:
+    assert chi_square(BlockRule(), KeyedByPosition, 4000) > 120
