@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadedTarget", "build_engine", "load_target"]
 
-_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,13 @@ def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(files.directory, trust_remote_code=section.trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            files.directory, trust_remote_code=section.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(section.model, f"its configuration cannot be read: {reason}", "a model that transformers knows") from error
+    return config
 
 
 def _device(name: str) -> torch.device:

@@ -145,7 +145,7 @@ class Engine:
         host = verdict.tokens.tolist()  # the one copy of a round
         clock.lap("verify_s")
         committed = [self._commit(b, row, block, logprobs) for b, row in enumerate(host)]
-        self._tell(committed, block, output, verdict, starts)
+        self._tell(committed, block, output, verdict)
         clock.lap("other_s")
         for state in states:
             state.timings.add(spent)
@@ -184,10 +184,9 @@ class Engine:
             state.logprobs.append(logprobs[row, :kept])
         return tokens
 
-    def _tell(
-        self, committed: list[list[int]], block: DraftBlock, output: TargetOutput, verdict: Verdict, starts: tuple[int, ...]
-    ) -> None:
+    def _tell(self, committed: list[list[int]], block: DraftBlock, output: TargetOutput, verdict: Verdict) -> None:
         """Commit cache rows and let everything that learns from a round see what became true."""
+        starts = tuple(self._cache.lengths)
         counts = [len(tokens) for tokens in committed]
         self._cache.keep(counts, None if block.topology.is_chain else verdict.path)
         rows = range(len(committed))

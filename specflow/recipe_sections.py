@@ -293,6 +293,11 @@ class Choice:
         union = core_schema.tagged_union_schema(choices, discriminator=self.tag)
         return union if self._expand is None else core_schema.no_info_before_validator_function(self._expand, union)
 
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Any of the sections: without the key that chooses, several fit."""
+        found = handler(schema)
+        return {"anyOf": found.pop("oneOf"), **found} if "oneOf" in found else found
+
 
 VERIFIES: dict[str, type[VerifySection]] = {
     "match": MatchVerify,

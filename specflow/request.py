@@ -55,7 +55,7 @@ def make_requests(prompts: Sequence[Sequence[int]], sampling: Sampling | Sequenc
     each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     if len(each) != len(prompts):
         raise RequestError(
-            "sampling", f"{len(each)} sampling options for {len(prompts)} prompts", "one for all, or one for each prompt"
+            "sampling", f"{len(each)} sampling options for {len(prompts)} prompts", "one for all, or one each"
         )
     return [
         Request(index, tuple(prompt), options, secrets.randbits(63) if options.seed is None else options.seed)

@@ -261,14 +261,13 @@ class _RowState:
 
     def _penalise(self, scores: Tensor, prefixes: _Prefixes, seen: _Seen) -> None:
         """Only ids that occur somewhere are touched. One may occur twice in the list; both get the same value."""
-        factor = self.sampling.repetition_penalty
+        options = self.sampling
         ids = torch.cat((seen.ids, prefixes.tokens.clamp_min(0)))  # [U]
-        counts = seen.counts[ids] + prefixes.occurrences(ids)  # [M, U]
+        counts = (seen.counts[ids] + prefixes.occurrences(ids)).to(scores.dtype)  # [M, U]
         found, in_text = scores[:, ids], counts > 0
-        if factor != 1.0:
-            lowered = torch.where(found > 0, found / factor, found * factor)
-            found = torch.where(in_text | seen.in_prompt[ids], lowered, found)
-        found = found - self.sampling.presence_penalty * in_text - self.sampling.frequency_penalty * counts
+        lowered = torch.where(found > 0, found / options.repetition_penalty, found * options.repetition_penalty)
+        found = torch.where(in_text | seen.in_prompt[ids], lowered, found)
+        found = found - options.presence_penalty * in_text.to(found.dtype) - options.frequency_penalty * counts
         scores.index_copy_(1, ids, found)
 
 
@@ -368,12 +367,10 @@ def _warp(scores: Tensor, states: Sequence[_RowState]) -> None:
     for b, state in enumerate(states):
         if not state.greedy and state.truncation != (0, 1.0, 0.0):
             groups.setdefault(state.truncation, []).append(b)
-    for (top_k, top_p, min_p), rows in groups.items():
-        if len(rows) == len(states):
-            _truncate(scores, top_k, top_p, min_p)
-        else:
-            part = scores[rows]
-            _truncate(part, top_k, top_p, min_p)
+    for truncation, rows in groups.items():
+        part = scores if len(rows) == len(states) else scores[rows]
+        _truncate(part, *truncation)
+        if part is not scores:
             scores[rows] = part
 
 

@@ -168,7 +168,7 @@ class Skip:
 class TargetOutput:
     """What one target pass yields. New key/value rows stay in the cache's scratch rows until `cache.keep`."""
 
-    logits: Tensor | None  # [B, M, V], or [B, 1, V] with rows="last"; None when the layer range ends before the head
+    logits: Tensor  # [B, M, V], or [B, 1, V] with rows="last"
     taps: Mapping[int, Tensor] = field(
         default_factory=dict
     )  # layer -> [B, M, H], output of that 0-based layer (-1: embedding)

@@ -20,15 +20,26 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("types",),
     ("tree", "law", "sampling", "measure"),
     ("target", "draft", "verify", "length", "text", "request", "handover"),
-    ("engine", "recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts", "graph_checks"),
+    ("engine", "recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts", "graph_checks", "draw", "svg"),
     ("build",),
     ("bench",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 """Parts of specflow by level: a part imports parts of its own level and below, never above."""
 
 FORBIDDEN = {
-    "engine": ("recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts", "graph_checks", "build", "cli"),
+    "engine": (
+        "recipe",
+        "recipe_sections",
+        "recipe_yaml",
+        "graph",
+        "graph_parts",
+        "graph_checks",
+        "draw",
+        "svg",
+        "build",
+        "cli",
+    ),
     "draft": ("verify", "length", "engine", "build", "cli"),
     "target": ("verify", "length", "sampling", "engine", "build", "cli"),
     "verify": ("target", "draft", "length"),
@@ -36,7 +47,17 @@ FORBIDDEN = {
 }
 """Arrows that levels alone do not forbid."""
 
-TORCH_FREE = ("recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts", "graph_checks", "draft.registry")
+TORCH_FREE = (
+    "recipe",
+    "recipe_sections",
+    "recipe_yaml",
+    "graph",
+    "graph_parts",
+    "graph_checks",
+    "draw",
+    "svg",
+    "draft.registry",
+)
 """Modules that validate recipes and draw graphs: no torch at module level, and nothing that brings it."""
 
 HEAVY = ("torch", "transformers", "onnxruntime", "optuna")

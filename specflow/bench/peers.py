@@ -47,6 +47,8 @@ def load_peers(names: Sequence[str], target: PeerTarget) -> list[TransformersPee
 def _transformers(target: PeerTarget) -> list[TransformersPeer]:
     import transformers
 
+    messages: Any = transformers.utils.logging
+    messages.disable_progress_bar()
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(target.directory), dtype=target.dtype, attn_implementation="sdpa", local_files_only=True

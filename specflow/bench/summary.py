@@ -80,10 +80,12 @@ Prompts = dict[tuple[Any, ...], _Prompt]
 def summarise(rows: Iterable[Row], baseline: str) -> list[SummaryRow]:
     """Every method on every category, then overall."""
     rows = [row for row in rows if row.get("method")]
+    order = list(dict.fromkeys(row["method"] for row in rows))
     summary = []
     for subset in _subsets(rows):
         inside = [row for row in rows if subset in (OVERALL, row["category"])]
-        groups = {name: _by_prompt(inside, name) for name in dict.fromkeys(row["method"] for row in inside)}
+        present = {row["method"] for row in inside}
+        groups = {name: _by_prompt(inside, name) for name in order if name in present}
         part = [_summarise_method(subset, name, inside, groups) for name in groups]
         _compare(part, groups, baseline)
         summary.extend(part)

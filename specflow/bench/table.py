@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specflow.bench.summary import OVERALL, SummaryRow
+from specflow.bench.summary import SummaryRow
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,46 +14,54 @@ __all__ = ["summary_table"]
 
 
 def summary_table(summary: Sequence[SummaryRow], baseline: str) -> Table:
-    """Medians with p25-p75, one block of rows a subset; columns about peers only where there are peers."""
+    """Medians over prompts, one block of rows a subset; columns about peers only where there are peers."""
+    from rich import box
     from rich.table import Table
 
     peers = any(row.kind != "recipe" for row in summary)
-    table = Table(title=f"medians over prompts (p25-p75); ratio: to {baseline} on the same prompts")
-    for name in ("subset", "method"):
-        table.add_column(name, overflow="fold")
-    numbers = ["tokens/s", "ratio", "total", "accept len", "TTFT ms", "draft/target/verify/other %", "equal texts"]
-    for name in [*numbers, *(["vs peer plain", "vs peer best"] if peers else [])]:
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=_caption(baseline, peers), caption_justify="left")
+    table.add_column("method", no_wrap=True)
+    for name in _columns(peers):
+        table.add_column(name, justify="right", no_wrap=True)
     for index, row in enumerate(summary):
+        if index == 0 or summary[index - 1].subset != row.subset:
+            table.add_row(f"{row.subset}", *[""] * len(_columns(peers)), style="bold")
         last = index + 1 == len(summary) or summary[index + 1].subset != row.subset
-        table.add_row(*_cells(row, peers), end_section=last, style="bold" if row.subset == OVERALL else "")
+        table.add_row(f"  {row.strategy}", *_cells(row, peers), end_section=last)
     return table
 
 
+def _caption(baseline: str, peers: bool) -> str:
+    lines = [
+        f"tokens/s: decode, median of prompts; ratio: to {baseline} on the same prompt, median;",
+        "total: all tokens over all time; accept: tokens a target pass, bonus included;",
+        "draft %, target %: of decode time; equal: texts equal to plain decoding's first.",
+    ]
+    if peers:
+        lines.append("vs plain, vs best: to a peer's plain and best speculative (*) setting.")
+    return "\n".join(lines)
+
+
+def _columns(peers: bool) -> list[str]:
+    names = ["tokens/s", "p25-p75", "ratio", "total", "accept", "TTFT ms", "draft %", "target %", "equal", "failed"]
+    return [*names, "vs plain", "vs best"] if peers else names
+
+
 def _cells(row: SummaryRow, peers: bool) -> list[str]:
-    failed = f" ({row.failures} failed)" if row.failures else ""
-    shares = (row.draft_share, row.target_share, row.verify_share, row.other_share)
     cells = [
-        row.subset,
-        row.strategy + (" *best of peer" if row.best_peer else "") + failed,
-        _spread(row.output_tps_median, row.output_tps_p25, row.output_tps_p75, 1),
-        _spread(row.ratio, row.ratio_p25, row.ratio_p75, 2),
+        _number(row.output_tps_median, 1) + (" *" if row.best_peer else ""),
+        f"{_number(row.output_tps_p25, 1)}-{_number(row.output_tps_p75, 1)}",
+        _number(row.ratio, 2),
         _number(row.ratio_total, 2),
         _number(row.acceptance_length, 2),
         _number(row.ttft_median_ms, 0),
-        "/".join(f"{100 * share:.1f}" for share in shares if share is not None) or "-",
+        _number(row.draft_share, 1, 100.0),
+        _number(row.target_share, 1, 100.0),
         f"{row.equal_texts}/{row.compared_texts}",
+        str(row.failures or ""),
     ]
-    if peers:
-        cells += [_number(row.ratio_to_peer_plain, 2), _number(row.ratio_to_peer_speculative, 2)]
-    return cells
+    return [*cells, _number(row.ratio_to_peer_plain, 2), _number(row.ratio_to_peer_speculative, 2)] if peers else cells
 
 
-def _spread(middle: float | None, low: float | None, high: float | None, digits: int) -> str:
-    if middle is None or low is None or high is None:
-        return "-"
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:.{digits}f}"

@@ -26,7 +26,7 @@ def configure(log_level: str = typer.Option("", help="debug, info, warning or er
     """Speculative decoding from parts: recipes, decode graphs, benchmarks."""
     level = (log_level or os.environ.get("SPECFLOW_LOG_LEVEL", "warning")).upper()
     if not isinstance(logging.getLevelName(level), int):
-        raise typer.BadParameter(f"{level.lower()!r} is not one of debug, info, warning, error", param_hint="--log-level")
+        raise typer.BadParameter(f"{level.lower()!r} is not debug, info, warning or error", param_hint="--log-level")
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 

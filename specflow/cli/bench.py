@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 BASELINE = "vanilla"
+LEAST_WIDTH = 140
 DECIDED_BY_RUN = {"max_new_tokens", "ignore_eos", "seed"}
 
 
@@ -225,6 +226,6 @@ def _report(store: RunDirectory, baseline: str, as_json: bool) -> None:
         typer.echo(json.dumps({**report, "acceptance": acceptance, "failures": failures}, ensure_ascii=False))
         return
     if summary:
-        console = Console()
-        console.print(summary_table(summary, baseline), width=None if console.is_terminal else 200)
+        console = Console(width=max(Console().width, LEAST_WIDTH))  # a cut figure is worse than a wrapped line
+        console.print(summary_table(summary, baseline))
     typer.echo(f"results in {store.path}", err=True)

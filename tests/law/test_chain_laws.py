@@ -249,7 +249,9 @@ def test_rules_decide_with_these_probabilities(rule: Rejection | BlockRule, name
                 assert verdict.tokens[hit, accepted].equal(expected)
 
 
-P_AFTER = torch.tensor([[0.57, 0.19, 0.24], [0.17, 0.14, 0.69], [0.1, 0.72, 0.18]], dtype=torch.float64)  # by token before
+P_AFTER = torch.tensor(
+    [[0.57, 0.19, 0.24], [0.17, 0.14, 0.69], [0.1, 0.72, 0.18]], dtype=torch.float64
+)  # by token before
 Q_AFTER = torch.tensor([[0.38, 0.34, 0.28], [0.08, 0.51, 0.41], [0.48, 0.35, 0.17]], dtype=torch.float64)
 
 

@@ -249,7 +249,7 @@ def test_summary_compares_prompt_by_prompt_and_names_the_best_peer(tmp_path: Pat
     assert reader[-1]["strategy"] == "peer lookup 5"
     assert float(reader[-1]["ratio"]) == pytest.approx(1.25)
     assert reader[-1]["draft_acceptance_rate"] == ""
-    assert summary_table(summary, "vanilla").row_count == len(summary)
+    assert summary_table(summary, "vanilla").row_count == len(summary) + 3
 
 
 def test_acceptance_by_position_is_summed_over_first_repetitions(tmp_path: Path) -> None:

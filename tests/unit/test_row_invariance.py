@@ -87,6 +87,24 @@ def test_ragged_batch_equals_batch_one_bit_for_bit(family: str) -> None:
             assert torch.equal(together[row], alone[0]) or not exact
 
 
+@pytest.mark.parametrize(("rows", "fewest", "most"), [(1, 2, 2), (2, 2, 2), (32, 32, 32), (33, 16, 17), (70, 23, 24)])
+def test_linears_see_only_probed_row_counts(rows: int, fewest: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single row is padded to two, and wide passes are split: other counts may take other kernels."""
+    target = target_of("llama3_rope")
+    cache, plain, seen = prefilled(target, [make_tokens(5)]), Linear.forward, []
+
+    def forward(linear: Linear, fed: Tensor) -> Tensor:
+        seen.append(fed.shape[0])
+        return plain(linear, fed)
+
+    monkeypatch.setattr(Linear, "forward", forward)
+    logits = score(target, make_tokens(rows, seed=1), cache).logits
+    assert logits is not None
+    assert logits.shape[1] == rows
+    if promises(target):
+        assert (min(seen), max(seen)) == (fewest, most)
+
+
 def test_tree_rows_have_the_bits_of_their_path() -> None:
     target = target_of("llama3_rope")
     prompt, tokens = make_tokens(62), make_tokens(4, seed=5)

@@ -187,6 +187,15 @@ class TestTrees:
         expected = score(target, after, prefilled(target, kept)).logits
         assert gap(score(target, after, cache).logits, expected) <= EXACT[runtime]
 
+    @pytest.mark.parametrize("runtime", ["native", "adapter"])
+    def test_windows_are_measured_in_positions_not_in_slots(self, runtime: str) -> None:
+        target = make_target(runtime, "mistral_window", torch.float64, sliding_window=2)
+        mask, depth = tree_mask((-1, 0, 0, 2, 3))
+        prompt, tokens = make_tokens(5), make_tokens(5, seed=1)
+        tree = target.forward(tokens, 5 + depth.unsqueeze(0), prefilled(target, [prompt]), mask=mask)
+        chain = score(target, tokens[:, [0, 2, 3, 4]], prefilled(target, [prompt]))
+        assert gap(tree.logits[:, [0, 2, 3, 4]], chain.logits) <= EXACT[runtime]
+
     def test_each_batch_row_may_have_its_own_tree(self) -> None:
         target = make_target("native", "qwen2_mixed", torch.float64)
         chain, fork = tree_mask((-1, 0, 1)), tree_mask((-1, 0, 0))
