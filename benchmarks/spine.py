@@ -44,7 +44,8 @@ def measure(dtype: str, name: str, data: list[Path], extra: list[str]) -> None:
 def table() -> str:
     """The README's table, from the summaries that are there."""
     lines = [
-        "| prompts | dtype | method | tokens/s (p25-p75) | over vanilla | over the peer | acceptance length | text = vanilla |",
+        "| prompts | dtype | method | tokens/s (p25-p75) | over vanilla | over the peer | acceptance length "
+        "| text = vanilla |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     sources = []
@@ -84,8 +85,9 @@ def _provenance(directory: Path) -> str:
     session = json.loads((directory / "manifest.json").read_text())["sessions"][-1]
     versions = session["versions"]
     return (
-        f"- `{directory.relative_to(ROOT)}`: {session['cpu_model']}, {session['threads']} threads, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, commit {str(session['git_sha'])[:10]}, {session['started_at'][:10]}"
+        f"- `{directory.relative_to(ROOT)}`: {session['cpu_model']}, {session['threads']} threads, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}, "
+        f"commit {str(session['git_sha'])[:10]}, {session['started_at'][:10]}"
     )
 
 
@@ -106,7 +108,9 @@ def main() -> None:
     if not options.publish_only:
         data = [ROOT / "benchmarks" / f"{kind}.jsonl" for kind in KINDS]
         for dtype in DTYPES:
-            measure(dtype, "peer", data, ["--peer", "transformers", "--limit", str(options.limit), "--max-new-tokens", "96"])
+            measure(
+                dtype, "peer", data, ["--peer", "transformers", "--limit", str(options.limit), "--max-new-tokens", "96"]
+            )
             if options.smoke:
                 measure(dtype, "smoke", [options.smoke], ["--max-new-tokens", "96"])
     publish()

@@ -87,11 +87,15 @@ def load_target(section: TargetSection) -> LoadedTarget:
     config = _read_config(files, section)
     reason = recurrent_reason(config)
     if reason:
-        raise ModelError("target.model", f"{section.model}: {reason}", "an attention-only model", "choose another target")
+        raise ModelError(
+            "target.model", f"{section.model}: {reason}", "an attention-only model", "choose another target"
+        )
     codec = load_tokenizer(files)
     device = _device(section.device)
     dtype = _dtype(section.dtype, device, config)
-    if section.implementation == "native" or (section.implementation == "auto" and config.model_type in NATIVE_FAMILIES):
+    if section.implementation == "native" or (
+        section.implementation == "auto" and config.model_type in NATIVE_FAMILIES
+    ):
         invariant = None if section.row_invariant == "auto" else section.row_invariant
         options = NativeOptions(files.name, dtype, device, codec.stop_ids, invariant)
         return LoadedTarget(NativeTarget(config, read_tensors(files.directory), options), codec)
@@ -112,7 +116,9 @@ def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
         )
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(section.model, f"its configuration cannot be read: {reason}", "a model that transformers knows") from error
+        raise ModelError(
+            section.model, f"its configuration cannot be read: {reason}", "a model that transformers knows"
+        ) from error
     return config
 
 
@@ -122,7 +128,9 @@ def _device(name: str) -> torch.device:
     device = torch.device(name)
     missing = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
     if missing.get(device.type, False):
-        raise ModelError("target.device", f"{name} is not available here", "cpu", "run `specflow doctor` to see the devices")
+        raise ModelError(
+            "target.device", f"{name} is not available here", "cpu", "run `specflow doctor` to see the devices"
+        )
     return device
 
 

@@ -24,7 +24,7 @@ from specflow.draft.registry import SourceInfo, discover
 from specflow.errors import GraphError
 from specflow.graph_checks import DraftFacts, TargetFacts, check_graph
 from specflow.graph_parts import DEPENDENCIES, Combine, Commit, Dependency, Edge, Flow, Kind, Node, links
-from specflow.recipe import Recipe, nearest, parse_recipe
+from specflow.recipe import Recipe, explain, nearest, parse_recipe
 from specflow.recipe_sections import VERIFIES, RuntimeSection, TargetSection, TuneRange, draft_sections, length_sections
 from specflow.types import Sampling
 
@@ -240,14 +240,9 @@ class DecodeGraph:
             return model.model_validate(dict(options))
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            if first["type"] == "extra_forbidden":
-                known = ", ".join(model.model_fields)
-                raise GraphError(
-                    self.where(where), f"unknown option {key}", f"one of: {known}", nearest(key, model.model_fields)
-                ) from None
-            message = first["msg"].removeprefix("Value error, ")
-            raise GraphError(self.where(f"{where} {key}".strip()), repr(first["input"]), message) from None
+            problem = explain(first, first["loc"], model, list(model.model_fields))
+            place = " ".join([where, *map(str, problem.path)])
+            raise GraphError(self.where(place), problem.found, problem.expected, problem.hint) from None
 
     def _known(self, where: str, name: str, known: Mapping[str, Any]) -> Any:
         if name not in known:

@@ -42,6 +42,7 @@ from specflow.types import Sampling
 __all__ = [
     "Recipe",
     "dump_recipe",
+    "explain",
     "find_recipe",
     "load_recipe",
     "nearest",
@@ -250,14 +251,27 @@ def _problems(error: ValidationError) -> Iterator[Problem]:
 
 
 def _problem(detail: ErrorDetails) -> Problem:
-    kind, context = detail["type"], detail.get("ctx", {})
     path, section = _place(detail["loc"])
+    return explain(detail, path, section, sorted(_keys(path[:-1], section)))
+
+
+def explain(
+    detail: ErrorDetails, path: tuple[Any, ...], section: type[BaseModel] | None, known: Sequence[str]
+) -> Problem:
+    """One pydantic error in the words of a recipe.
+
+    Args:
+        detail: The error.
+        path: Keys that lead to the value.
+        section: Model the value's key belongs to.
+        known: Valid keys there.
+    """
+    kind, context = detail["type"], detail.get("ctx", {})
     if kind == "recipe":
         key = split_key(context["key"])
         hint = nearest(detail["input"].get(key[-1]), context["choices"]) if key and context["choices"] else ""
         return Problem((*path, *key), context["found"], context["expected"], hint)
     if kind == "extra_forbidden":
-        known = sorted(_keys(path[:-1], section))
         return Problem(path, "unknown key", f"one of: {', '.join(known)}", nearest(path[-1], known))
     if kind == "union_tag_invalid":
         choices = re.findall(r"'([^']*)'", context["expected_tags"])

@@ -48,6 +48,12 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """In double quotes, with escapes, where plain style would lose a character such as U+0085."""
+    return dumper.represent_scalar(TAG + "str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
 for _class in (_Loader, _Dumper):
     for _name, _pattern in SCALARS:
         _class.add_implicit_resolver(TAG + _name, re.compile(rf"^(?:{_pattern.pattern})$"), None)

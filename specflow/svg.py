@@ -93,7 +93,7 @@ def draw_svg(graph: DecodeGraph) -> str:
     parts += [_wire(wire, page) for wire in page.wires]
     parts += [_label(wire) for wire in page.wires]
     parts += [_box(box) for box in page.boxes.values()]
-    parts.append(_text(MARGIN, page.height - MARGIN / 2, caption, 12, GREY))
+    parts.append(_text((MARGIN, page.height - MARGIN / 2), caption, 12, GREY))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -330,24 +330,24 @@ def _label(wire: _Wire) -> str:
     x, y = wire.label
     width = 0.9 * _text_width(wire.text, 12) + 4.0
     patch = f'<rect x="{x - width / 2:.1f}" y="{y - 8:.1f}" width="{width:.1f}" height="16" fill="#ffffff"/>'
-    return patch + _text(x, y + 4.2, wire.text, 12, wire.colour, anchor="middle")
+    return patch + _text((x, y + 4.2), wire.text, 12, wire.colour, anchor="middle")
 
 
 def _box(box: _Box) -> str:
     fill, stroke = COLOURS[box.node.kind]
     shape = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="9"'
     parts = [f'<rect {shape} fill="{fill}" stroke="{stroke}" stroke-width="1.6"/>']
-    parts.append(_text(box.x + PAD, box.y + 22.0, box.node.name, 11, stroke))
+    parts.append(_text((box.x + PAD, box.y + 22.0), box.node.name, 11, stroke))
     part = "next round" if box.node.kind is Kind.COMMIT else _short(box.node.part)
-    parts.append(_text(box.x + PAD, box.y + 42.0, part, 15, INK, bold=True))
+    parts.append(_text((box.x + PAD, box.y + 42.0), part, 15, INK, bold=True))
     for number, line in enumerate(box.lines):
-        parts.append(_text(box.x + PAD, box.y + 62.0 + 17.0 * number, line, 12, GREY))
+        parts.append(_text((box.x + PAD, box.y + 62.0 + 17.0 * number), line, 12, GREY))
     return "".join(parts)
 
 
-def _text(x: float, y: float, text: str, size: int, colour: str, bold: bool = False, anchor: str = "start") -> str:
+def _text(at: tuple[float, float], text: str, size: int, colour: str, bold: bool = False, anchor: str = "start") -> str:
     weight = ' font-weight="600"' if bold else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}"{weight} fill="{colour}" text-anchor="{anchor}"'
+    place = f'x="{at[0]:.1f}" y="{at[1]:.1f}" font-size="{size}"{weight} fill="{colour}" text-anchor="{anchor}"'
     return f'<text {place} xml:space="preserve">{escape(text)}</text>'
 
 
@@ -357,6 +357,6 @@ def _head(page: _Page, title: str, description: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}" role="img">',
         f"<title>{escape(title)}</title>",
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        _text(MARGIN, MARGIN + 8.0, title, 19, INK, bold=True),
+        _text((MARGIN, MARGIN + 8.0), title, 19, INK, bold=True),
     ]
-    return "\n".join([*lines, *([_text(MARGIN, MARGIN + 30.0, description, 13, GREY)] if description else [])])
+    return "\n".join([*lines, *([_text((MARGIN, MARGIN + 30.0), description, 13, GREY)] if description else [])])

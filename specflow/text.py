@@ -54,9 +54,7 @@ class TextCodec:
             raise RequestError("prompt", "an empty prompt", "at least one character")
         return self._ids(prompt, special=True)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> list[int]:
         """Ids of a conversation, up to where the model's answer begins.
 
         Special tokens come from the template alone, so none is added twice.
@@ -70,9 +68,7 @@ class TextCodec:
         """
         return self._ids(self.render_chat(messages, options), special=False)
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
-    ) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
         """The text of a conversation as the model sees it; see `encode_chat`."""
         from jinja2 import TemplateError
 

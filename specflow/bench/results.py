@@ -21,7 +21,7 @@ from specflow.measure import Provenance, append_jsonl, write_json_atomic, write_
 __all__ = ["RunDirectory", "measurement_key"]
 
 Row = dict[str, Any]
-MachineFacts = ("cpu_model", "threads", "device", "versions")
+FACTS = ("git_sha", "versions", "cpu_model", "device", "threads")
 
 
 def measurement_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -94,14 +94,14 @@ class RunDirectory:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(str(source), f"cannot be read: {error}", "the manifest of a run") from error
         wanted = json.loads(json.dumps(self._manifest["settings"]))
-        machine = json.loads(json.dumps({name: getattr(provenance, name) for name in MachineFacts}))
+        machine = json.loads(json.dumps({name: getattr(provenance, name) for name in FACTS}))
         changed = [name for name in sorted({*settings, *wanted}) if settings.get(name) != wanted.get(name)]
-        changed += [name for name in MachineFacts if sessions[0].get(name) != machine[name]]
+        changed += [name for name in FACTS if sessions[0].get(name) != machine[name]]
         if changed:
             raise DataError(
                 str(self.path),
                 f"cannot resume: {', '.join(changed)} differ from the run's",
-                "the same recipes, data, options, versions and machine, or figures of two runs would mix",
+                "the same recipes, data, options, code and machine, or figures of two runs would mix",
                 "start a new run in another directory",
             )
         self._manifest["sessions"] = [*sessions, *self._manifest["sessions"]]

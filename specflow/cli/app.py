@@ -22,7 +22,9 @@ app = typer.Typer(
 
 
 @app.callback()
-def configure(log_level: str = typer.Option("", help="debug, info, warning or error; SPECFLOW_LOG_LEVEL otherwise")) -> None:
+def configure(
+    log_level: str = typer.Option("", help="debug, info, warning or error; SPECFLOW_LOG_LEVEL otherwise"),
+) -> None:
     """Speculative decoding from parts: recipes, decode graphs, benchmarks."""
     level = (log_level or os.environ.get("SPECFLOW_LOG_LEVEL", "warning")).upper()
     if not isinstance(logging.getLevelName(level), int):

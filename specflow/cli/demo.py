@@ -98,9 +98,10 @@ def _show_prompt(console: Console, engines: dict[str, Engine], row: PromptRow, s
 
 
 def _table(shown: list[_Shown]) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("prompt", "method"):
         table.add_column(name)
     for name in ("tokens", "tokens/s", "acceptance length", "speed-up", "same text"):

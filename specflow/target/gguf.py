@@ -296,9 +296,7 @@ def _save(shard: dict[str, Tensor], path: Path) -> None:
     path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
 
 
-def _shards(
-    reader: GGUFReader, names: Mapping[str, str], config: Mapping[str, Any]
-) -> Iterator[dict[str, Tensor]]:
+def _shards(reader: GGUFReader, names: Mapping[str, str], config: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     """Dequantised tensors in groups of bounded size, so that a large model never lies in memory as a whole."""
     shard: dict[str, Tensor] = {}
     size = 0

@@ -67,14 +67,21 @@ def refused(folder: Path, text: str, *overrides: str) -> RecipeError:
         ("verify:\n  rule: match\n  delta: 0.1\n", 3, "verify.delta", "unknown key", "lossless, rule", ""),
         ("length:\n  policy: aditive\n", 2, "length.policy", "aditive", "additive", "additive"),
         ("length:\n  policy: additive\n", 1, "length", "without a draft", "draft section", ""),
-        ("length:\n  policy: {a: 1}\n", 2, "length.policy", "mapping", "fixed", ""),
+        ("length:\n  policy: {a: 1}\n", 2, "length.policy", "a", "fixed", ""),
         ("sampling:\n  temperature: -1\n", 2, "sampling.temperature", "-1", "0", ""),
         ("sampling:\n  temperatur: 1\n", 2, "sampling.temperatur", "unknown key", "temperature", "temperature"),
         ("runtime:\n  batch: 0\n", 2, "runtime.batch", "0", "1", ""),
         ("tune:\n  draft.k: {choices: [1, 2]}\n", 2, "tune.draft.k", "neither method nor source", "", ""),
         ("draft: {method: ngram}\ntune:\n  draft.kk: {low: 1, high: 2}\n", 3, "tune.draft.kk", "unknown key", "k", ""),
         ("draft: {method: ngram}\ntune:\n  draft.k: {low: 3, high: 2}\n", 3, "tune.draft.k.low", "above", "", ""),
-        ("draft: {method: ngram}\ntune:\n  draft.k: {chices: [1]}\n", 3, "tune.draft.k.chices", "unknown", "", "choices"),
+        (
+            "draft: {method: ngram}\ntune:\n  draft.k: {chices: [1]}\n",
+            3,
+            "tune.draft.k.chices",
+            "unknown",
+            "",
+            "choices",
+        ),
     ],
 )
 def test_errors_name_file_line_key_and_the_nearest_name(
@@ -114,7 +121,9 @@ def test_yaml_mistakes(tmp_path: Path, text: str, where: str, found: str) -> Non
 
 
 def test_scalars_follow_yaml_1_2() -> None:
-    data = read_yaml("a: 1e-3\nb: off\nc: 010\nd: 0x1F\ne: ~\nf: yes\ng: '5'\nh: 12:30\ni: .inf\nj: 2024-01-01\n", "x").data
+    data = read_yaml(
+        "a: 1e-3\nb: off\nc: 010\nd: 0x1F\ne: ~\nf: yes\ng: '5'\nh: 12:30\ni: .inf\nj: 2024-01-01\n", "x"
+    ).data
     expected = {"a": 1e-3, "b": "off", "c": 10, "d": 31, "e": None, "f": "yes"}
     assert data == {**expected, "g": "5", "h": "12:30", "i": float("inf"), "j": "2024-01-01"}
 
@@ -123,7 +132,11 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.dictionaries(st.text(min_size=1, max_size=8), SCALARS | st.dictionaries(st.text(min_size=1), SCALARS), max_size=4))
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=8), SCALARS | st.dictionaries(st.text(min_size=1), SCALARS), max_size=4
+    )
+)
 def test_yaml_round_trip(data: dict[str, object]) -> None:
     if data:
         assert read_yaml(write_yaml(data), "x").data == data
@@ -141,7 +154,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_overrides(tmp_path: Path) -> None:
     path = write(tmp_path, "draft:\n  method: ngram\n  k: 3\n")
-    settings = ["draft.k=5", "draft.method=suffix", "target.threads=2", "sampling.logit_bias.7=-1.5", "sampling.stop_ids=[3]"]
+    settings = [
+        "draft.k=5",
+        "draft.method=suffix",
+        "target.threads=2",
+        "sampling.logit_bias.7=-1.5",
+        "sampling.stop_ids=[3]",
+    ]
     recipe = load_recipe(path, settings)
     assert recipe.draft is not None
     assert (recipe.draft.k, recipe.draft.method, recipe.target.threads) == (5, "suffix", 2)

@@ -108,7 +108,7 @@ def _same_bits(linear: Linear) -> bool:
     rows = rows.to(weight.dtype if weight.dtype.is_floating_point else torch.float32).to(linear.weight.device)
     pairs = torch.cat([linear(rows[i : i + 2])[:1] for i in range(MAX_INVARIANT_ROWS)])
     return all(
-        torch.equal(linear(rows[:count])[: MAX_INVARIANT_ROWS], pairs[:count])
+        torch.equal(linear(rows[:count])[:MAX_INVARIANT_ROWS], pairs[:count])
         for count in range(2, MAX_INVARIANT_ROWS + 2)
     )
 

@@ -1,0 +1,202 @@
+"""The verbs run, bench and demo, with an engine that needs no model: streams, figures, exit codes, files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specflow import build
+from specflow.cli.app import app
+from specflow.errors import RecipeError, RequestError
+from specflow.recipe import Recipe
+from specflow.types import Counts, Generation, Sampling, Timings
+
+PLAIN = "name: vanilla\n"
+UNLUCKY = 77  # a word of this length makes the engine refuse its prompt
+DRAFTING = "name: ngram\ndraft: {method: ngram, k: 4}\n"
+
+
+class Codec:
+    """One token a word."""
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        return [0, *self.encode(messages[-1]["content"])]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class Engine:
+    """Answers every prompt with its own tokens, and the length cap; drafting halves the time."""
+
+    codec = Codec()
+    target = SimpleNamespace(info=SimpleNamespace(device="cpu", dtype="float32", stop_ids=(2,)))
+    interrupt_at: int | None = None
+    calls = 0
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.drafts = recipe.draft is not None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        on_text: Callable[[int, str], None] | None = None,
+    ) -> list[Generation]:
+        Engine.calls += 1
+        if Engine.calls == Engine.interrupt_at:
+            raise KeyboardInterrupt
+        (prompt,) = prompts
+        if UNLUCKY in prompt:
+            raise RequestError("prompt 0", "it holds an unlucky word")
+        tokens = (*prompt, sampling.max_new_tokens)
+        for token in tokens if on_text else ():
+            on_text(0, f"{token} ")  # type: ignore[misc]
+        rounds = len(tokens) - 1
+        counts = Counts(rounds, 0, 0, 0, 0, len(tokens))
+        timings = Timings(ttft_s=0.1, decode_s=rounds / (20.0 if self.drafts else 10.0))
+        text = self.codec.decode(tokens)
+        return [Generation(tuple(prompt), tokens, text, "length", None, sampling.seed or 0, counts, timings)]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "load_target", lambda section: SimpleNamespace(target=Engine.target, codec=Codec()))
+    monkeypatch.setattr(build, "build_engine", lambda recipe, target=None: Engine(recipe))
+    monkeypatch.setattr(Engine, "calls", 0)
+    monkeypatch.setattr(Engine, "interrupt_at", None)
+    (tmp_path / "plain.yaml").write_text(PLAIN, encoding="utf-8")
+    (tmp_path / "fast.yaml").write_text(DRAFTING, encoding="utf-8")
+    rows = [
+        '{"prompt": "a bb ccc", "category": "x"}',
+        '{"prompt": 5}',
+        '{"prompt": "dddd eeeee"}',
+        json.dumps({"prompt": "u" * UNLUCKY}),
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (tmp_path / "good.jsonl").write_text(rows[0] + "\n", encoding="utf-8")
+    return tmp_path
+
+
+def call(*words: str, stdin: str | None = None) -> Any:
+    result = CliRunner().invoke(app, list(words), input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_run_streams_text_to_stdout_and_figures_to_stderr(here: Path) -> None:
+    result = call("run", "plain.yaml", "a bb", "--set", "sampling.max_new_tokens=9", "--seed", "4")
+    assert result.exit_code == 0
+    assert result.stdout == "0 1 2 9 \n"
+    assert "3 + 4 tokens · finish length · 10.0 tokens/s · first token 100 ms" in result.stderr
+    assert "seed 4" in result.stderr
+
+
+def test_run_reads_stdin_and_can_continue_raw_text_at_once(here: Path) -> None:
+    result = call("run", "plain.yaml", "-", "--raw", "--no-stream", stdin="a bb")
+    assert result.stdout == "1 2 128\n"
+
+
+def test_run_answers_the_usable_rows_of_a_file_and_fails_for_the_others(here: Path) -> None:
+    result = call("run", "plain.yaml", "--data", "prompts.jsonl", "--json", "--output-dir", "out")
+    assert result.exit_code == 1
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row.get("text") for row in rows] == ["0 1 2 3 128", None, "0 4 5 128", None]
+    assert rows[1]["id"] == "prompts.jsonl:2"
+    assert "unlucky" in rows[3]["error"]
+    assert "prompts.jsonl:2" in result.stderr
+    assert (here / "out" / "generations.jsonl").read_text(encoding="utf-8") == result.stdout
+    assert json.loads((here / "out" / "manifest.json").read_text(encoding="utf-8"))["files"]
+
+
+@pytest.mark.parametrize("words", [("",), (), ("x", "--data", "prompts.jsonl")])
+def test_run_needs_one_prompt(here: Path, words: tuple[str, ...]) -> None:
+    assert call("run", "plain.yaml", *words).exit_code != 0
+
+
+def test_bench_adds_plain_decoding_keeps_failures_and_writes_all_files(here: Path) -> None:
+    result = call("bench", "fast.yaml", "--data", "prompts.jsonl", "-o", "out", "--json")
+    assert result.exit_code == 1
+    assert "prompts.jsonl:2" in result.stderr
+    report = json.loads(result.stdout)
+    overall = {row["strategy"]: row for row in report["summary"] if row["subset"] == "overall"}
+    assert list(overall) == ["vanilla", "ngram"]
+    assert overall["ngram"]["ratio"] == pytest.approx(2.0)
+    assert overall["ngram"]["equal_texts"] == 6
+    assert [row["line"] for row in report["failures"]] == [2] + [4] * 6
+    assert {path.name for path in (here / "out").iterdir()} == {
+        "results.jsonl",
+        "summary.csv",
+        "acceptance.csv",
+        "manifest.json",
+    }
+    manifest = json.loads((here / "out" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["state"] == "complete"
+    assert list(manifest["settings"]["recipes"]) == ["vanilla", "ngram"]
+
+
+def test_bench_without_failures_prints_a_table_and_succeeds(here: Path) -> None:
+    result = call("bench", "fast.yaml", "plain.yaml", "--data", "good.jsonl", "--set", "draft.k=2", "-o", "out")
+    assert result.exit_code == 0
+    assert "overall" in result.stdout
+    assert "2.00" in result.stdout
+    settings = json.loads((here / "out" / "manifest.json").read_text(encoding="utf-8"))["settings"]
+    assert settings["recipes"]["ngram"]["draft"]["k"] == 2
+
+
+def test_an_interrupted_bench_keeps_what_it_has_and_resumes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "interrupt_at", 6)
+    words = ("bench", "fast.yaml", "--data", "good.jsonl", "-o", "out")
+    result = call(*words)
+    assert result.exit_code == 130
+    assert "--resume" in result.stderr
+    kept = (here / "out" / "results.jsonl").read_text(encoding="utf-8")
+    assert len(kept.splitlines()) == 3
+    assert (here / "out" / "summary.csv").read_text(encoding="utf-8").count("\n") == 5
+    monkeypatch.setattr(Engine, "interrupt_at", None)
+    assert call(*words, "--resume").exit_code == 0
+    assert (here / "out" / "results.jsonl").read_text(encoding="utf-8").startswith(kept)
+    assert len((here / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()) == 6
+
+
+def test_bench_refuses_what_cannot_be_compared(here: Path) -> None:
+    (here / "other.yaml").write_text("name: other\nsampling: {temperature: 0.5}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match="one target and one sampling"):
+        call("bench", "fast.yaml", "other.yaml", "--data", "good.jsonl")
+    with pytest.raises(RecipeError, match="second recipe named 'ngram'"):
+        call("bench", "fast.yaml", "fast.yaml", "--data", "good.jsonl")
+    assert Engine.calls == 0
+
+
+def test_bench_options_that_make_no_sense_are_refused_before_anything_runs(here: Path) -> None:
+    assert call("bench", "fast.yaml", "--data", "good.jsonl", "--turns", "some").exit_code == 2
+    assert call("bench", "fast.yaml", "--data", "good.jsonl", "--resume").exit_code == 2
+    assert call("bench", "fast.yaml", "--data", "good.jsonl", "--repeat", "0").exit_code == 2
+    assert Engine.calls == 0
+
+
+def test_demo_streams_both_texts_and_ends_with_the_comparison(here: Path) -> None:
+    result = call("demo")
+    assert result.exit_code == 0
+    for heading in ("code edit · vanilla", "code edit · ngram", "extraction · ngram", "open · vanilla"):
+        assert heading in result.stdout
+    assert "acceptance length" in result.stdout
+    assert "3 of 3" in result.stdout
+
+
+def test_demo_as_json_leaves_stdout_to_the_figures(here: Path) -> None:
+    rows = json.loads(call("demo", "--json").stdout)
+    assert [row["method"] for row in rows] == ["vanilla", "ngram"] * 3
+    assert [row["speedup"] for row in rows] == pytest.approx([1.0, 2.0] * 3)
+    assert all(row["same_text"] for row in rows)
