@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from specflow.draft.dependency import DEPENDENCIES
 from specflow.draft.registry import SourceInfo, discover
 from specflow.errors import GraphError
 from specflow.graph_checks import DraftFacts, TargetFacts, check_graph
-from specflow.graph_parts import DEPENDENCIES, Combine, Commit, Dependency, Edge, Flow, Kind, Node, links
+from specflow.graph_parts import Combine, Commit, Dependency, Edge, Flow, Kind, Node, links
 from specflow.recipe import Recipe, explain, nearest, parse_recipe
 from specflow.recipe_sections import VERIFIES, RuntimeSection, TargetSection, TuneRange, draft_sections, length_sections
 from specflow.types import Sampling

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specflow.draft.dependency import DEPENDENCIES
 from specflow.errors import GraphError
-from specflow.graph_parts import DEPENDENCIES, Kind, Node, links, reads
+from specflow.graph_parts import Kind, Node, links, reads
 from specflow.length import POLICIES
 from specflow.recipe_sections import VerifySection
 
@@ -102,7 +103,7 @@ def _check_offers(graph: DecodeGraph) -> None:
     """A source offers what the parts it is connected to need."""
     for writer, reader in _pairs(graph, Kind.SOURCE, Kind.DEPENDENCY):
         info = graph.sources[writer.part]
-        need = DEPENDENCIES[reader.part]
+        need = DEPENDENCIES[reader.part].reads
         where = graph.where(f"{writer.name} -> {reader.name}")
         if need not in info.offers:
             found = f"{reader.part} needs {need}; {writer.part} offers {', '.join(info.offers) or 'nothing'}"

@@ -9,11 +9,12 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from specflow.draft.dependency import DEPENDENCIES
 from specflow.draft.registry import SourceInfo
 from specflow.length import POLICIES
 from specflow.recipe_sections import DraftSection
 
-__all__ = ["DEPENDENCIES", "Combine", "Commit", "Dependency", "Edge", "Flow", "Kind", "Node", "links", "reads"]
+__all__ = ["Combine", "Commit", "Dependency", "Edge", "Flow", "Kind", "Node", "links", "reads"]
 
 Flow = Literal[
     "budget",  # most draft tokens of each row
@@ -28,15 +29,6 @@ Flow = Literal[
     "cache",  # key/value rows: scratch rows of a pass, committed rows between rounds
     "stats",  # how many were drafted and accepted
 ]
-
-# What each dependency reads from a source.
-DEPENDENCIES: Mapping[str, Flow] = {
-    "copy": "tokens",
-    "ar": "logits",
-    "parallel": "marginals",
-    "parallel+corrector": "marginals",
-}
-
 
 class Kind(str, Enum):
     """Kinds of nodes, in the order of a round."""
@@ -131,7 +123,7 @@ def links(writer: Node, reader: Node, sources: Mapping[str, SourceInfo]) -> list
     pair = (writer.kind, reader.kind)
     found = [(flow, carry) for one, other, flow, carry in FIXED if (one, other) == pair]
     if pair == (Kind.SOURCE, Kind.DEPENDENCY):
-        found.append((DEPENDENCIES[reader.part], False))
+        found.append((DEPENDENCIES[reader.part].reads, False))
     if pair == (Kind.SOURCE, Kind.LENGTH):
         found.extend((flow, False) for flow in _policy_needs(reader))
     if reader.kind is Kind.SOURCE:
@@ -148,7 +140,7 @@ def reads(node: Node, sources: Mapping[str, SourceInfo], drafts: bool) -> list[F
     if node.kind is Kind.SOURCE:
         return list(sources[node.part].reads)
     if node.kind is Kind.DEPENDENCY:
-        return [DEPENDENCIES[node.part], "budget"]
+        return [DEPENDENCIES[node.part].reads, "budget"]
     if node.kind is Kind.LENGTH:
         return ["stats", *_policy_needs(node)]
     fixed: dict[Kind, list[Flow]] = {
