@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specflow.allocator import keep_freed_memory
 from specflow.draft.base import SourceContext
 from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.errors import ModelError
@@ -92,6 +93,8 @@ def load_target(section: TargetSection) -> LoadedTarget:
         )
     codec = load_tokenizer(files)
     device = _device(section.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     dtype = _dtype(section.dtype, device, config)
     if section.implementation == "native" or (
         section.implementation == "auto" and config.model_type in NATIVE_FAMILIES

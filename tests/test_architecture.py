@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("specflow", "tuner")
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "allocator"),
     ("types",),
     ("tree", "law", "sampling", "measure"),
     ("target", "draft", "verify", "length", "text", "request", "handover"),
