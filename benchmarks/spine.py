@@ -68,24 +68,27 @@ def _line(row: dict[str, str], run: str, dtype: str) -> str:
     peer = row["ratio_to_peer_plain"] if row["strategy"] == "vanilla" else row["ratio_to_peer_speculative"]
     against = f"{float(peer):.2f}" if peer and row["kind"] == "recipe" else ""
     rate, low, high = (float(row[f"output_tps_{name}"]) for name in ("median", "p25", "p75"))
+    causes = [f"{row[name]} {name}" for name in ("ties", "bugs") if int(row[name])]
     cells = [
         run if row["subset"] == "overall" else row["subset"].replace("_", " "),
         dtype,
-        row["strategy"],
+        f"{row['strategy']} (lossy)" if row["lossy"] == "True" else row["strategy"],
         f"{rate:.1f} ({low:.1f}-{high:.1f})",
         f"{float(row['ratio']):.2f}",
         against,
         f"{float(row['acceptance_length']):.2f}",
-        f"{row['equal_texts']} of {row['compared_texts']}",
+        ", ".join([f"{row['equal_texts']} of {row['compared_texts']}", *causes]),
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def _provenance(directory: Path) -> str:
-    session = json.loads((directory / "manifest.json").read_text())["sessions"][-1]
+    manifest = json.loads((directory / "manifest.json").read_text())
+    session, target = manifest["sessions"][-1], manifest["settings"]["target"]
     versions = session["versions"]
     return (
-        f"- `{directory.relative_to(ROOT)}`: {session['cpu_model']}, {session['threads']} threads, "
+        f"- `{directory.relative_to(ROOT)}`: {target['exactness']} ({target['runtime']} runtime), "
+        f"{session['cpu_model']}, {session['threads']} threads, "
         f"torch {versions['torch']}, transformers {versions['transformers']}, "
         f"commit {str(session['git_sha'])[:10]}, {session['started_at'][:10]}"
     )

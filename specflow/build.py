@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,11 @@ from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.errors import ModelError
 from specflow.graph import DecodeGraph, TargetFacts
 from specflow.length import POLICIES, Fixed
-from specflow.target.architecture import NATIVE_FAMILIES, recurrent_reason
+from specflow.target.architecture import NATIVE_FAMILIES, native_refusal
+from specflow.target.base import TargetOptions
 from specflow.target.huggingface import load_huggingface
 from specflow.target.load import load_tokenizer, read_tensors, resolve_model
-from specflow.target.transformer import NativeOptions, NativeTarget
+from specflow.target.transformer import NativeTarget
 from specflow.verify import RULES
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from specflow.verify import Rule
 
 __all__ = ["LoadedTarget", "build_engine", "load_target"]
+
+log = logging.getLogger(__name__)
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -63,13 +67,14 @@ def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = Non
     graph = recipe if isinstance(recipe, DecodeGraph) else DecodeGraph.from_recipe(recipe)
     graph.check()
     recipe = graph.to_recipe()
+    rule, length = _rule(recipe), _length(recipe)
     loaded = target or load_target(recipe.target)
     graph.check(loaded.facts)
     parts = EngineParts(
         target=loaded.target,
         codec=loaded.codec,
-        rule=_rule(recipe),
-        length=_length(recipe),
+        rule=rule,
+        length=length,
         drafter=_drafter(recipe, loaded.target),
     )
     runtime = recipe.runtime
@@ -84,30 +89,26 @@ def load_target(section: TargetSection) -> LoadedTarget:
     """
     if section.threads is not None:
         torch.set_num_threads(section.threads)
-    files = resolve_model(section.model, section.revision)
+    files = resolve_model(section.model, section.revision, section.trust_remote_code)
     config = _read_config(files, section)
-    reason = recurrent_reason(config)
-    if reason:
-        raise ModelError(
-            "target.model", f"{section.model}: {reason}", "an attention-only model", "choose another target"
-        )
-    codec = load_tokenizer(files)
+    codec = load_tokenizer(files, section.trust_remote_code)
     device = _device(section.device)
     if device.type == "cpu":
         keep_freed_memory()
     dtype = _dtype(section.dtype, device, config)
-    if section.implementation == "native" or (
-        section.implementation == "auto" and config.model_type in NATIVE_FAMILIES
-    ):
-        invariant = None if section.row_invariant == "auto" else section.row_invariant
-        options = NativeOptions(files.name, dtype, device, codec.stop_ids, invariant)
+    invariant = None if section.row_invariant == "auto" else section.row_invariant
+    options = TargetOptions(files.name, dtype, device, codec.stop_ids, invariant)
+    if _takes_native(section, config):
         return LoadedTarget(NativeTarget(config, read_tensors(files.directory), options), codec)
-    if section.row_invariant is True:
-        raise ModelError(
-            "target.row_invariant", f"the transformers adapter cannot promise it for {section.model}", "auto or false"
-        )
-    options = NativeOptions(files.name, dtype, device, codec.stop_ids, row_invariant=False)
     return LoadedTarget(load_huggingface(files.directory, options, section.trust_remote_code), codec)
+
+
+def _takes_native(section: TargetSection, config: PretrainedConfig) -> bool:
+    if section.implementation != "auto" or config.model_type not in NATIVE_FAMILIES:
+        return section.implementation == "native"
+    if reason := native_refusal(config):
+        log.warning("%s: the native decoder does not compute %s; transformers runs it", section.model, reason)
+    return not reason
 
 
 def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
@@ -146,8 +147,7 @@ def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.d
 
 
 def _rule(recipe: Recipe) -> Rule:
-    section = recipe.verify
-    return RULES[section.rule](**section.model_dump(exclude={"rule", "lossless"}))
+    return RULES[recipe.verify.rule](**recipe.verify.options)
 
 
 def _length(recipe: Recipe) -> LengthPolicy:

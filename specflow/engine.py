@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from specflow.draft.base import Needs
+from specflow.errors import RequestError
 from specflow.handover import Prompt, empty_block, features_of, prefill
 from specflow.measure import Clock
+from specflow.noise import RoundNoise
 from specflow.request import Request, RequestState, make_requests
-from specflow.sampling import BatchSampler, RoundNoise
+from specflow.sampling import BatchSampler
 from specflow.types import PAD, DraftBlock, Generation, Observation, Sampling, TargetOutput, Timings, Verdict
 from specflow.verify import Match
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from specflow.verify import Rule
 
 __all__ = ["Engine", "EngineParts", "EngineSettings"]
+
+ONE_CALL = "finish the older stream first, or build a second engine on the same loaded target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Event:
 
 
 class Engine:
-    """Decodes requests with one target and at most one drafter. Not re-entrant: one call at a time.
+    """Decodes requests with one target and at most one drafter. One call at a time: a new one ends an older stream.
 
     Vanilla decoding is the same loop with empty blocks, so baseline and speculation share every line.
     """
@@ -76,6 +80,7 @@ class Engine:
         self._states: list[RequestState] = []
         self._cache: Cache
         self._began = 0.0
+        self._run: object = None  # the call that owns the state above
 
     def generate(
         self,
@@ -113,17 +118,21 @@ class Engine:
             request.check(self.target.info.vocab_size, self.context_length)
         if not requests:
             return
+        self._run = run = object()
+        self._states, self._began = [], perf_counter()
         waiting, batch = deque(requests), min(self.settings.batch, len(requests))
         longest = max(len(request.prompt) + request.sampling.max_new_tokens for request in requests)
         self._cache = self.target.new_cache(batch, min(longest, self.context_length) + self._length.k + 1)
-        self._states, self._began = [], perf_counter()
         for part in (self._sampler, self._length, self._drafter):
             if part is not None:
                 part.reset(batch)
         while waiting or self._states:
-            for row in range(batch):
-                while waiting and (row >= len(self._states) or self._states[row].finish):
-                    yield self._admit(waiting.popleft(), row)
+            if self._run is not run:
+                raise RequestError("engine", "another call began before this one ended", "one call at a time", ONE_CALL)
+            row = next((row for row in range(batch) if row >= len(self._states) or self._states[row].finish), batch)
+            if waiting and row < batch:
+                yield self._admit(waiting.popleft(), row)
+                continue
             batch = self._close_ranks(batch)
             if self._states:
                 yield from self._round()
@@ -140,8 +149,8 @@ class Engine:
         clock.lap("target_s")
         law = self._sampler.law(output.logits, block, [len(state.tokens) for state in states])
         verdict = self._rule.verify(block, law, noise)
-        wanted = any(state.request.sampling.logprobs for state in states)
-        logprobs = law.logprob(verdict.tokens, verdict.path) if wanted else None
+        asked = any(state.request.sampling.logprobs for state in states)
+        logprobs = law.logprob(verdict.tokens, verdict.path) if asked else None
         host = verdict.tokens.tolist()  # the one copy of a round
         clock.lap("verify_s")
         committed = [self._commit(b, row, block, logprobs) for b, row in enumerate(host)]
@@ -165,37 +174,34 @@ class Engine:
         return empty_block(len(states), info.vocab_size, info.device)
 
     def _score(self, anchors: Sequence[int], block: DraftBlock, starts: Sequence[int]) -> TargetOutput:
-        device = self.target.info.device
-        tokens = torch.tensor(anchors, device=device).unsqueeze(1)
-        positions = torch.tensor(starts, device=device).unsqueeze(1)
+        tokens, positions = torch.tensor([anchors, starts], device=self.target.info.device).unsqueeze(2)
         if block.num_nodes:
             tokens = torch.cat((tokens, block.tokens), dim=1)
-            positions = positions + block.topology.depth
+            positions = (positions + block.topology.depth).clamp_max(self.context_length - 1)  # of PAD rows
         mask = None if block.topology.is_chain else block.topology.ancestors
-        return self.target.forward(tokens, positions, self._cache, mask=mask, taps=self._needs.taps)
+        return self.target.forward(tokens, positions, self._cache, mask, self._needs.taps)
 
     def _commit(self, row: int, verified: Sequence[int], block: DraftBlock, logprobs: Tensor | None) -> list[int]:
         """Give a request its tokens, up to the first stop, and count them."""
         state = self._states[row]
         tokens = [token for token in verified if token != PAD]
         kept = state.append(tokens)
-        state.count_round(block.lengths[row], len(tokens) - 1, kept)
+        state.count_round(block.lengths[row], block.depth_of(row), len(tokens) - 1, kept)
         if logprobs is not None:
             state.logprobs.append(logprobs[row, :kept])
-        return tokens
+        return tokens[:kept]
 
     def _tell(self, committed: list[list[int]], block: DraftBlock, output: TargetOutput, verdict: Verdict) -> None:
         """Commit cache rows and let everything that learns from a round see what became true."""
-        starts = tuple(self._cache.lengths)
-        counts = [len(tokens) for tokens in committed]
-        self._cache.keep(counts, None if block.topology.is_chain else verdict.path)
-        rows = range(len(committed))
+        starts, rows = tuple(self._cache.lengths), range(len(committed))
+        counts = tuple(len(tokens) for tokens in committed)
+        path = None if block.topology.is_chain else verdict.path
+        self._cache.keep(counts, path)
         self._sampler.commit(rows, committed)
-        self._length.observe(block.lengths, [count - 1 for count in counts])
+        self._length.observe([block.depth_of(row) for row in rows], [count - 1 for count in counts])
         if self._drafter is not None:
-            features = features_of(output, self._needs, None if block.topology.is_chain else verdict.path)
-            tokens = tuple(tuple(each) for each in committed)
-            self._drafter.observe(Observation(tokens, starts, tuple(counts), features), rows)
+            features = features_of(output, self._needs, path)
+            self._drafter.observe(Observation(tuple(map(tuple, committed)), starts, counts, features), rows)
 
     def _admit(self, request: Request, row: int) -> Event:
         """Prefill a request into a row of the batch and sample its first token, the first anchor."""
@@ -208,8 +214,8 @@ class Engine:
         if self._drafter is not None:
             self._drafter.start(row, request.prompt)
         last = len(request.prompt) - 1
-        prompt = Prompt(request.prompt, self.settings.prefill_chunk, row)
-        output, begin = prefill(self.target, self._cache.row(row), prompt, self._drafter)
+        prompt, view = Prompt(request.prompt, self.settings.prefill_chunk, row), self._cache.row(row)
+        output, begin = prefill(self.target, view, prompt, self._drafter)
         noise = RoundNoise([request.seed], [last], info.device)
         block = empty_block(1, info.vocab_size, info.device)
         law = self._sampler.law(output.logits, block, [0], rows=[row])

@@ -26,7 +26,14 @@ from specflow.errors import GraphError
 from specflow.graph_checks import DraftFacts, TargetFacts, check_graph
 from specflow.graph_parts import Combine, Commit, Dependency, Edge, Flow, Kind, Node, links
 from specflow.recipe import Recipe, explain, nearest, parse_recipe
-from specflow.recipe_sections import VERIFIES, RuntimeSection, TargetSection, TuneRange, draft_sections, length_sections
+from specflow.recipe_sections import (
+    RuntimeSection,
+    TargetSection,
+    TuneRange,
+    draft_sections,
+    length_sections,
+    verify_sections,
+)
 from specflow.types import Sampling
 
 if TYPE_CHECKING:
@@ -97,7 +104,7 @@ class DecodeGraph:
 
     def verify(self, rule: str = "match", **options: Any) -> DecodeGraph:
         """Add the verification rule."""
-        section = self._known("verify", rule, VERIFIES)
+        section = self._known("verify", rule, verify_sections())
         return self._add("verify", Kind.VERIFY, rule, self._settings("verify", section, options))
 
     # Edges

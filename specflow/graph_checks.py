@@ -49,6 +49,7 @@ def check_graph(graph: DecodeGraph, target: TargetFacts | None, drafts: Mapping[
     _check_reads(graph)
     _check_law(graph)
     _check_truncation(graph)
+    _check_memory(graph)
     if target is not None:
         _check_taps(graph, target)
         for name, facts in drafts.items():
@@ -137,31 +138,44 @@ def _check_law(graph: DecodeGraph) -> None:
     """A rule that weighs p against q needs drafts that say their q: sampled probabilities, or a point mass."""
     rule = _rule(graph)
     for node in graph.nodes(Kind.SOURCE):
-        info = graph.sources[node.part]
-        if rule.needs_law and not (info.gives_probs or info.point_mass):
-            found = (
-                f"rule {rule.rule} needs the law of the draft; {node.part} gives neither probabilities nor a point mass"
-            )
-            raise GraphError(graph.where("verify"), found, "a source that says its law", "use rule match")
+        if rule.info.needs_law and graph.sources[node.part].law == "unknown":
+            found = f"rule {rule.rule} needs the law of the draft, which {node.part} does not know"
+            raise GraphError(graph.where("verify"), found, "a source that knows its law", "use rule match")
 
 
 def _check_truncation(graph: DecodeGraph) -> None:
     """A block shortened by what a sampled token itself says is a biased sample (methods 0.2).
 
     The match rule is immune: its tokens are the target's own draws whatever is submitted. So is a point mass, whose
-    token, and so its confidence, follows from the context.
+    token, and so its confidence, follows from the context. The recipe's temperature does not matter: requests may
+    bring their own.
     """
     rule = _rule(graph)
     for node in graph.nodes(Kind.SOURCE):
         info = graph.sources[node.part]
-        biased = info.confidence_from == "self" and info.gives_probs and rule.needs_law
-        if biased and rule.lossless and graph.sampling.temperature > 0:
+        biased = info.confidence_from == "self" and info.law == "sampled" and rule.info.needs_law
+        if biased and rule.lossless:
             found = (
                 f"{node.part} shortens blocks by the confidence of the token it drops, which biases rule {rule.rule}"
             )
-            expected = "a confidence from the context or the prefix when sampling"
+            expected = "a confidence from the context or the prefix"
+            raise GraphError(graph.where(node.name), found, expected, "use rule match, or lossless: false")
+
+
+def _check_memory(graph: DecodeGraph) -> None:
+    """A source that remembers other requests needs a rule whose text does not depend on what was drafted.
+
+    Under any other rule the same seed would give another text after other requests. The recipe's temperature does not
+    matter: requests may bring their own.
+    """
+    rule = _rule(graph)
+    for node in graph.nodes(Kind.SOURCE):
+        option = graph.sources[node.part].remembers
+        if option is not None and getattr(node.settings, option) and not rule.info.same_text:
+            found = f"drafts depend on earlier requests, and with rule {rule.rule} a sampled text depends on its drafts"
+            expected = "the same text for the same seed"
             raise GraphError(
-                graph.where(node.name), found, expected, "use rule match, temperature 0, or lossless: false"
+                graph.where(f"{node.name} {option}"), found, expected, f"use rule match, or {option}: false"
             )
 
 

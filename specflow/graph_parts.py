@@ -30,6 +30,7 @@ Flow = Literal[
     "stats",  # how many were drafted and accepted
 ]
 
+
 class Kind(str, Enum):
     """Kinds of nodes, in the order of a round."""
 

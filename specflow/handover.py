@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specflow.draft.base import Needs
 from specflow.law import PointMass
 from specflow.tree import chain
 from specflow.types import DraftBlock, Features, Observation, TargetOutput
@@ -14,7 +15,7 @@ from specflow.types import DraftBlock, Features, Observation, TargetOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specflow.draft.base import Drafter, Needs
+    from specflow.draft.base import Drafter
     from specflow.target.base import Cache, Target
 
 __all__ = ["Prompt", "empty_block", "features_of", "prefill"]
@@ -42,16 +43,16 @@ def prefill(target: Target, cache: Cache, prompt: Prompt, drafter: Drafter | Non
         The output of the last chunk, whose logits score the first new token, and where that chunk began.
     """
     device = target.info.device
-    needs = drafter.needs if drafter is not None else None
+    needs = drafter.needs if drafter is not None else Needs()
     for begin in range(0, len(prompt.tokens), prompt.chunk):
         part = prompt.tokens[begin : begin + prompt.chunk]
         tokens = torch.tensor([part], device=device)
         positions = torch.arange(begin, begin + len(part), device=device).unsqueeze(0)
-        output = target.forward(tokens, positions, cache, taps=needs.taps if needs else (), rows="last")
+        output = target.forward(tokens, positions, cache, taps=needs.taps, rows="last")
         cache.keep([len(part)])
         following = prompt.tokens[begin + 1 : begin + len(part) + 1]
-        if drafter is not None and drafter.needs.any and len(following) == len(part):
-            features = features_of(output, drafter.needs)
+        if drafter is not None and needs.any and len(following) == len(part):
+            features = features_of(output, needs)
             drafter.observe(Observation((following,), (begin,), (len(part),), features), [prompt.row])
     return output, begin
 
@@ -78,8 +79,14 @@ def features_of(output: TargetOutput, needs: Needs, path: Tensor | None = None) 
             return rows
         return rows.gather(1, path.clamp_min(0).unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
 
+    def asked(wanted: bool, rows: Tensor | None) -> Tensor | None:
+        if not wanted:
+            return None
+        assert rows is not None, "the target gave no hidden states"
+        return along(rows)
+
     return Features(
         taps={layer: along(output.taps[layer]) for layer in needs.taps},
-        hidden_pre=along(output.hidden_pre) if needs.hidden_pre and output.hidden_pre is not None else None,
-        hidden_post=along(output.hidden_post) if needs.hidden_post and output.hidden_post is not None else None,
+        hidden_pre=asked(needs.hidden_pre, output.hidden_pre),
+        hidden_post=asked(needs.hidden_post, output.hidden_post),
     )

@@ -3,6 +3,9 @@
 All implement `types.Law`. A law holds the distribution the tokens were really sampled from, after every processor and
 in the precision of the draw (a draft sampled in bfloat16 against a float32 law biases the text), so probabilities
 below float32 are refused.
+
+The excess mass of a small law follows from the few entries where q is not 0: p has mass 1, so the sum of
+max(s p - q, 0) is s minus the sum of min(s p, q).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from specflow.errors import GraphError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Dense", "PointMass", "Reduced", "Sparse"]
+__all__ = ["Dense", "DraftVocabulary", "PointMass", "Reduced", "Sparse"]
 
 
 class PointMass:
@@ -36,9 +39,14 @@ class PointMass:
         """One everywhere.  # [B, N] float32"""
         return torch.ones(self.tokens.shape, device=self.tokens.device)
 
-    def excess(self, scaled_p: Tensor) -> Tensor:
-        """scaled_p without the drafted token: no probability exceeds 1.  # [B, N, V] -> [B, N, V]"""
-        return scaled_p.scatter(-1, self.tokens.clamp_min(0).unsqueeze(-1), 0.0)
+    def excess_mass(self, scale: Tensor, p: Tensor) -> Tensor:
+        """What is left of p without the drafted token.  # [B, N], [B, N, V] -> [B, N] float64"""
+        drafted = p.gather(-1, self.tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        return scale.double() * (1.0 - drafted.double()).clamp_min_(0.0)
+
+    def excess_at(self, node: Tensor, scaled_p: Tensor) -> Tensor:
+        """scaled_p without the drafted token: no probability exceeds 1.  # [B], [B, V] -> [B, V]"""
+        return scaled_p.scatter(-1, self.tokens.gather(1, node.unsqueeze(1)).clamp_min(0), 0.0)
 
 
 class Dense:
@@ -60,39 +68,59 @@ class Dense:
         found = self.probs.gather(-1, self.tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
         return found.masked_fill(self.tokens < 0, 1.0)
 
-    def excess(self, scaled_p: Tensor) -> Tensor:
-        """# [B, N, V] -> [B, N, V]"""
-        return (scaled_p - self.probs).clamp_min_(0.0)
+    def excess_mass(self, scale: Tensor, p: Tensor) -> Tensor:
+        """# [B, N], [B, N, V] -> [B, N] float64"""
+        return (scale.unsqueeze(-1) * p - self.probs).clamp_min_(0.0).sum(-1, dtype=torch.float64)
+
+    def excess_at(self, node: Tensor, scaled_p: Tensor) -> Tensor:
+        """# [B], [B, V] -> [B, V]"""
+        return (scaled_p - _at(self.probs, node)).clamp_min_(0.0)
 
 
-class Reduced:
-    """Tokens sampled from a smaller draft vocabulary, each id of which maps to one target id.
+class DraftVocabulary:
+    """A smaller vocabulary, each id of which is one id of the target's. Made once, with the drafter.
 
     Args:
-        tokens: The drafted tokens as target ids, PAD where a row has none.  # [B, N] int64
-        probs: Over the draft vocabulary.  # [B, N, Vd] float32 or wider
         to_target: Target id of each draft id, without repeats.  # [Vd] int64
         vocab_size: V.
     """
 
+    def __init__(self, to_target: Tensor, vocab_size: int) -> None:
+        self.to_target, self.vocab_size = to_target, vocab_size
+        self.from_target = torch.full((vocab_size,), -1, device=to_target.device)  # [V] -1 where it has no such token
+        self.from_target[to_target] = torch.arange(len(to_target), device=to_target.device)
+
+
+class Reduced:
+    """Tokens sampled from a smaller draft vocabulary.
+
+    Args:
+        tokens: The drafted tokens as target ids, PAD where a row has none.  # [B, N] int64
+        probs: Over the draft vocabulary.  # [B, N, Vd] float32 or wider
+        vocabulary: What its ids mean.
+    """
+
     is_point = False
 
-    def __init__(self, tokens: Tensor, probs: Tensor, to_target: Tensor, vocab_size: int) -> None:
+    def __init__(self, tokens: Tensor, probs: Tensor, vocabulary: DraftVocabulary) -> None:
         self.tokens, self.probs = tokens, _checked(probs)
-        self.to_target, self.vocab_size = to_target, vocab_size
+        self.vocabulary, self.vocab_size = vocabulary, vocabulary.vocab_size
 
     def prob(self) -> Tensor:
         """0 for a token the draft vocabulary lacks.  # [B, N]"""
-        reduced = torch.full((self.vocab_size,), -1, device=self.tokens.device)
-        reduced[self.to_target] = torch.arange(len(self.to_target), device=self.tokens.device)
-        index = reduced[self.tokens.clamp_min(0)]
+        index = self.vocabulary.from_target[self.tokens.clamp_min(0)]
         found = self.probs.gather(-1, index.clamp_min(0).unsqueeze(-1)).squeeze(-1)
         return found.masked_fill(index < 0, 0.0).masked_fill(self.tokens < 0, 1.0)
 
-    def excess(self, scaled_p: Tensor) -> Tensor:
-        """Tokens outside the draft vocabulary keep all of scaled_p.  # [B, N, V] -> [B, N, V]"""
-        left = (scaled_p[..., self.to_target] - self.probs).clamp_min_(0.0)
-        return scaled_p.index_copy(-1, self.to_target, left.to(scaled_p.dtype))
+    def excess_mass(self, scale: Tensor, p: Tensor) -> Tensor:
+        """# [B, N], [B, N, V] -> [B, N] float64"""
+        return _excess_of_few(scale, p[..., self.vocabulary.to_target], self.probs)
+
+    def excess_at(self, node: Tensor, scaled_p: Tensor) -> Tensor:
+        """Tokens outside the draft vocabulary keep all of scaled_p.  # [B], [B, V] -> [B, V]"""
+        ids = self.vocabulary.to_target
+        left = (scaled_p[:, ids] - _at(self.probs, node)).clamp_min_(0.0)
+        return scaled_p.index_copy(-1, ids, left.to(scaled_p.dtype))
 
 
 class Sparse:
@@ -117,10 +145,28 @@ class Sparse:
         found = self.probs.masked_fill(self.ids != self.tokens.unsqueeze(-1), 0.0).sum(-1)
         return found.masked_fill(self.tokens < 0, 1.0)
 
-    def excess(self, scaled_p: Tensor) -> Tensor:
-        """# [B, N, V] -> [B, N, V]"""
+    def excess_mass(self, scale: Tensor, p: Tensor) -> Tensor:
+        """# [B, N], [B, N, V] -> [B, N] float64"""
+        same = self.ids.unsqueeze(-1) == self.ids.unsqueeze(-2)  # [B, N, C, C]
+        merged = torch.where(same, self.probs.unsqueeze(-2), 0.0).sum(-1)
+        repeated = same.tril(-1).any(-1)
+        return _excess_of_few(scale, p.gather(-1, self.ids), merged.masked_fill(repeated, 0.0))
+
+    def excess_at(self, node: Tensor, scaled_p: Tensor) -> Tensor:
+        """# [B], [B, V] -> [B, V]"""
         wide = torch.promote_types(scaled_p.dtype, self.probs.dtype)
-        return scaled_p.to(wide).scatter_add(-1, self.ids, -self.probs.to(wide)).clamp_min_(0.0)
+        return scaled_p.to(wide).scatter_add(-1, _at(self.ids, node), -_at(self.probs, node).to(wide)).clamp_min_(0.0)
+
+
+def _excess_of_few(scale: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """Excess mass from the entries that hold all of q.  # [B, N], [B, N, C] twice -> [B, N] float64"""
+    met = torch.minimum(scale.unsqueeze(-1) * p, q).sum(-1, dtype=torch.float64)
+    return (scale.double() - met).clamp_min_(0.0)
+
+
+def _at(values: Tensor, node: Tensor) -> Tensor:
+    """One node of each row.  # [B, N, C], [B] -> [B, C]"""
+    return values[torch.arange(len(node), device=node.device), node]
 
 
 def _checked(probs: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class ByMatchConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     per_match: float = Field(2.0, gt=0.0, description="most draft tokens per matched token")
-    row_price: float = Field(0.05, ge=0.0, description="cost of one more row of a target pass, in plain steps")
+    row_price: float = Field(0.03, ge=0.0, description="cost of one more row of a target pass, in plain steps")
     fixed_price: float = Field(0.05, ge=0.0, description="cost of drafting at all, in plain steps")
     probe: int = Field(16, ge=1, description="rounds until match lengths that did not pay are tried again")
 
@@ -151,18 +151,18 @@ class ByMatchConfig(BaseModel):
 class ByMatch:
     """Draft length grows with the match, as far as acceptance pays for the rows.
 
-    A round with n draft tokens costs `fixed_price + n * row_price` plain steps more than a plain step, and each
-    accepted token saves one. Where a text continues a match, its first token is right with probability p (the text
-    repeats itself here, or it does not) and each later one with probability r (it goes on doing so), so n tokens gain
-    `p (1 + r + ... + r^(n-1)) - fixed_price - n * row_price`. The cap is the n that gains most, 0 where none gains.
+    A round with n draft tokens costs `1 + fixed_price + n * row_price` plain steps and yields one token more than it
+    accepts. Where a text continues a match, its first token is right with probability p (the text repeats itself here,
+    or it does not) and each later one with probability r (it goes on doing so), so n tokens yield
+    `1 + p (1 + r + ... + r^(n-1))`. The cap is the n that yields most for its cost, 0 where plain steps do.
 
     p and r are learnt for each row and each class of match length from recent drafts, starting from a hopeful guess:
     a few failures park a class. A parked class is probed with one token from time to time, ever more rarely while the
-    probes fail. The default prices are a CPU's, for one request.
+    probes fail. The default prices won on recorded answers at a CPU's costs, one request (docs/log.md).
     """
 
     def __init__(
-        self, k: int, per_match: float = 2.0, row_price: float = 0.05, fixed_price: float = 0.05, probe: int = 16
+        self, k: int, per_match: float = 2.0, row_price: float = 0.03, fixed_price: float = 0.05, probe: int = 16
     ) -> None:
         assert k >= 1, f"k is {k}"
         self.k = k
@@ -238,14 +238,15 @@ class _MatchClass:
             self.wait = min(2 * self.wait, MOST_WAITS * self.config.probe)
 
     def _best(self) -> int:
-        """The number of draft tokens that gains most plain steps; 0 where none gains any."""
+        """The number of draft tokens that yields most tokens for its cost; 0 where plain steps do."""
         reach, keeps = self.first_wins / self.first_tries, self.later_wins / self.later_tries
-        best, best_gain, gain = 0, 0.0, -self.config.fixed_price
+        best, best_rate, tokens, cost = 0, 1.0, 1.0, 1.0 + self.config.fixed_price
         for n in range(1, self.k + 1):
-            gain += reach - self.config.row_price
+            tokens += reach
+            cost += self.config.row_price
             reach *= keeps
-            if gain > best_gain:
-                best, best_gain = n, gain
+            if tokens > best_rate * cost:
+                best, best_rate = n, tokens / cost
         return best
 
 

@@ -1,4 +1,4 @@
-"""Clocks, acceptance figures, provenance, and files that survive an interruption.
+"""Clocks, acceptance figures and spreads.
 
 Every figure that the toolkit prints comes from here, with its formula beside it, so that two verbs cannot disagree.
 K excludes the bonus token throughout; position 1 is the first draft token of a block.
@@ -7,53 +7,28 @@ K excludes the bonus token throughout; position 1 is the first draft token of a 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.metadata
-import json
-import os
-import platform
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from specflow.errors import DataError
 from specflow.types import Counts, Timings
 
 __all__ = [
     "Clock",
-    "PeakMemory",
     "PositionRate",
-    "Provenance",
     "Spread",
     "acceptance_by_position",
     "acceptance_length",
-    "append_jsonl",
     "check_counts",
-    "file_sha256",
+    "draft_acceptance_rate",
     "merge_counts",
     "metrics",
+    "pooled",
+    "quantile",
     "spread",
-    "write_json_atomic",
-    "write_text_atomic",
 ]
-
-PACKAGES = (
-    "specflow-toolkit",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "onnxruntime",
-    "onnxruntime-gpu",
-)
 
 
 class Clock:
@@ -135,6 +110,11 @@ def acceptance_length(counts: Counts) -> float | None:
     return 1.0 + counts.num_accepted_draft_tokens / counts.num_rounds if counts.num_rounds else None
 
 
+def draft_acceptance_rate(counts: Counts) -> float | None:
+    """accepted / drafted; None where nothing was drafted."""
+    return counts.num_accepted_draft_tokens / counts.num_draft_tokens if counts.num_draft_tokens else None
+
+
 def metrics(counts: Counts) -> dict[str, Any]:
     """Per-request figures under vLLM's names, and the counts behind them.
 
@@ -154,7 +134,7 @@ def metrics(counts: Counts) -> dict[str, Any]:
     return {
         "mean_acceptance_length": acceptance_length(counts),
         "mean_acceptance_length_when_drafted": 1.0 + accepted / steps if steps else None,
-        "draft_acceptance_rate": accepted / counts.num_draft_tokens if counts.num_draft_tokens else None,
+        "draft_acceptance_rate": draft_acceptance_rate(counts),
         "acceptance_histogram": {
             str(j): reached[j] - reached[j + 1] for j in range(len(reached) - 1) if reached[j] > reached[j + 1]
         },
@@ -194,188 +174,28 @@ class Spread:
     count: int
 
 
-def spread(values: Sequence[float]) -> Spread | None:
-    """Median with p25 and p75 (linear interpolation between order statistics); None of nothing."""
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The value below which this share of a sample lies, linear between order statistics; None of nothing."""
     if not values:
         return None
     ordered = sorted(values)
-
-    def quantile(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-    return Spread(float(median(ordered)), quantile(0.25), quantile(0.75), len(ordered))
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-class PeakMemory:
-    """Peak memory of this process since `reset`, in bytes.
+def spread(values: Sequence[float]) -> Spread | None:
+    """Median with p25 and p75; None of nothing."""
+    low, high = quantile(values, 0.25), quantile(values, 0.75)
+    return None if low is None or high is None else Spread(float(median(values)), low, high, len(values))
 
-    Host: the resident set, which all models loaded in the process share. Where the system cannot reset its high-water
-    mark the figure is that of the whole process so far, and `scope` says so. Device: the peak of CUDA's allocator.
+
+def pooled(parts: Iterable[tuple[float, float]]) -> float | None:
+    """Sum of the firsts over sum of the seconds, so that long texts weigh more; None where the seconds sum to nothing.
+
+    All tokens over all seconds is the rate of a run; all tokens over all passes is its acceptance length.
     """
-
-    def __init__(self) -> None:
-        self.scope = "process"
-
-    def reset(self) -> None:
-        """Begin a new peak."""
-        self.scope = "process"
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-            self.scope = "measurement"
-        if (torch := _cuda()) is not None:
-            torch.cuda.reset_peak_memory_stats()
-
-    def read(self) -> dict[str, Any]:
-        """Peaks since the reset, ready for a results row."""
-        device = torch.cuda.max_memory_allocated() if (torch := _cuda()) is not None else None
-        return {"peak_rss_bytes": _peak_rss(), "peak_rss_scope": self.scope, "peak_device_bytes": device}
-
-
-def _cuda() -> Any:
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_initialized() else None
-
-
-def _peak_rss() -> int:
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource  # here, because Windows has no such module
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where a figure comes from: enough to repeat the run, and to see why it differs when it does."""
-
-    started_at: str  # UTC, ISO 8601
-    argv: tuple[str, ...]
-    git_sha: str | None  # of the source tree specflow runs from, if that is a repository
-    git_dirty: bool | None
-    versions: Mapping[str, str]
-    platform: str
-    cpu_model: str
-    num_cpus: int  # usable by this process
-    threads: int | None  # torch's, if torch is loaded
-    device: str
-    environment: Mapping[str, str]  # variables that change speed or visibility of devices
-    seeds: tuple[int, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)  # path -> sha256
-
-    @classmethod
-    def collect(cls, device: str, seeds: Sequence[int] = (), files: Sequence[Path] = ()) -> Provenance:
-        """Read everything from the running process.
-
-        Args:
-            device: Where the models run, as the user would name it.
-            seeds: Seeds in use.
-            files: Inputs whose content the figures depend on.
-        """
-        sha, dirty = _git_state()
-        torch = sys.modules.get("torch")
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ONEDNN_MAX_CPU_ISA")
-        return cls(
-            started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            argv=tuple(sys.argv),
-            git_sha=sha,
-            git_dirty=dirty,
-            versions={"python": platform.python_version(), **_versions()},
-            platform=platform.platform(),
-            cpu_model=_cpu_model(),
-            num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            threads=torch.get_num_threads() if torch is not None else None,
-            device=device,
-            environment={name: os.environ[name] for name in names if name in os.environ},
-            seeds=tuple(seeds),
-            files={str(path): file_sha256(path) for path in files},
-        )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def _git_state() -> tuple[str | None, bool | None]:
-    here = str(Path(__file__).resolve().parent)
-
-    def git(*args: str) -> str:
-        run = subprocess.run(["git", "-C", here, *args], capture_output=True, text=True, timeout=10, check=True)
-        return run.stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie in another repository
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
-    except (OSError, subprocess.SubprocessError):
-        return None, None
-
-
-def _cpu_model() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def write_json_atomic(path: Path, value: Any) -> None:
-    """Write a value as JSON; see `write_text_atomic`."""
-    write_text_atomic(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
-
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old content or the new, never half of it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from error
-
-
-def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one row and wait until it is on disk. A row that does not fit leaves the earlier rows as they were."""
-    line = (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8")
-    before = path.stat().st_size if path.exists() else 0
-    try:
-        with path.open("ab", buffering=0) as stream:
-            written = 0
-            while written < len(line):
-                written += stream.write(line[written:])
-            os.fsync(stream.fileno())
-    except OSError as error:
-        with suppress(OSError):
-            os.truncate(path, before)
-        raise _cannot_write(path, error) from error
-
-
-def _cannot_write(path: Path, error: OSError) -> DataError:
-    return DataError(
-        where=str(path),
-        found=f"cannot write: {error.strerror or error}",
-        expected="a writable file on a disk with room",
-        hint="what was written before is intact; make room or choose another directory, and resume",
-    )
+    known = list(parts)
+    below = sum(second for _, second in known)
+    return sum(first for first, _ in known) / below if below else None

@@ -20,11 +20,9 @@ from pydantic_core import ErrorDetails
 
 from specflow.errors import RecipeError
 from specflow.recipe_sections import (
-    VERIFIES,
     Choice,
     DraftSection,
     LengthSection,
-    MatchVerify,
     RuntimeSection,
     Section,
     TargetSection,
@@ -35,6 +33,8 @@ from specflow.recipe_sections import (
     fault,
     length_sections,
     plain_length,
+    plain_verify,
+    verify_sections,
 )
 from specflow.recipe_yaml import Document, read_yaml, split_key, write_yaml
 from specflow.types import Sampling
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 DRAFT = Choice("source", draft_sections, expand=expand_method)
-VERIFY = Choice("rule", lambda: VERIFIES, default="match")
+VERIFY = Choice("rule", verify_sections, default="match")
 LENGTH = Choice("policy", length_sections, default="fixed")
 CHOICES = {"draft": DRAFT, "verify": VERIFY, "length": LENGTH}
 
@@ -66,7 +66,7 @@ class Recipe(Section):
     description: str = Field("", description="one line: what it does")
     target: TargetSection = Field(default_factory=TargetSection)
     draft: Annotated[DraftSection, DRAFT] | None = Field(None, description="null decodes plainly")
-    verify: Annotated[VerifySection, VERIFY] = Field(default_factory=MatchVerify)
+    verify: Annotated[VerifySection, VERIFY] = Field(default_factory=plain_verify)
     length: Annotated[LengthSection, LENGTH] = Field(default_factory=plain_length)
     sampling: Sampling = Field(default_factory=Sampling)
     runtime: RuntimeSection = Field(default_factory=RuntimeSection)

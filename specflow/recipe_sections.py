@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,26 +25,24 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from specflow.draft.registry import SourceInfo, discover
 from specflow.length import POLICIES
+from specflow.rules import RULE_INFOS, RuleInfo
 
 __all__ = [
-    "VERIFIES",
-    "BlockVerify",
     "Choice",
     "DraftSection",
     "LengthSection",
-    "MatchVerify",
-    "RejectionVerify",
     "RuntimeSection",
     "Section",
     "TargetSection",
     "TuneRange",
-    "TypicalVerify",
     "VerifySection",
     "draft_sections",
     "expand_method",
     "fault",
     "length_sections",
     "plain_length",
+    "plain_verify",
+    "verify_sections",
 ]
 
 
@@ -156,47 +154,49 @@ def expand_method(data: Any) -> Any:
 
 
 class VerifySection(Section):
-    """Which rule decides what is kept of a block."""
+    """Which rule decides what is kept of a block. Every rule has its own subclass (see `verify_sections`)."""
 
-    lossy: ClassVar[bool] = False  # the text's law is not the target's
-    needs_law: ClassVar[bool] = False  # reads the law the block was drawn from
     rule: str
     lossless: bool = Field(True, description="false admits rules that change the law of the text")
 
+    @property
+    def info(self) -> RuleInfo:
+        """What the rule says about itself."""
+        return RULE_INFOS[self.rule]
 
-class MatchVerify(VerifySection):
-    """Keep a draft token where it equals the token the target draws; equals plain decoding token for token."""
+    @property
+    def lossy(self) -> bool:
+        """Whether the rule changes the law of the text."""
+        return self.info.lossy
 
-    rule: Literal["match"] = "match"
-
-
-class RejectionVerify(VerifySection):
-    """Keep a draft token with probability min(1, p/q), else draw from the residual (Leviathan; Chen)."""
-
-    needs_law: ClassVar[bool] = True
-    rule: Literal["rejection"] = "rejection"
-
-
-class BlockVerify(VerifySection):
-    """Rejection over the block as a whole: the same law, longer accepted blocks (arXiv 2403.10444)."""
-
-    needs_law: ClassVar[bool] = True
-    rule: Literal["block"] = "block"
-
-
-class TypicalVerify(VerifySection):
-    """Keep a draft token the target finds likely enough, p > min(epsilon, delta * exp(-entropy)). Lossy (Medusa)."""
-
-    lossy: ClassVar[bool] = True
-    rule: Literal["typical"] = "typical"
-    epsilon: float = Field(0.09, gt=0.0, lt=1.0, description="a token this likely is always kept")
-    delta: float = Field(0.3, gt=0.0, description="how much less is enough where the target is unsure")
+    @property
+    def options(self) -> dict[str, Any]:
+        """The rule's own arguments."""
+        return {name: getattr(self, name) for name in self.info.config.model_fields}
 
     @model_validator(mode="after")
-    def _said_so(self) -> TypicalVerify:
-        if self.lossless:
-            raise fault("lossless", "true with rule typical, which changes the law of the text", "lossless: false")
+    def _said_so(self) -> VerifySection:
+        if self.lossy and self.lossless:
+            found = f"true with rule {self.rule}, which changes the law of the text"
+            raise fault("lossless", found, "lossless: false")
         return self
+
+
+@cache
+def verify_sections() -> dict[str, type[VerifySection]]:
+    """Rule name -> its verify section: the rule's config, its name, and whether the text may change its law."""
+    return {name: _verify_section(name, info.config) for name, info in RULE_INFOS.items()}
+
+
+def _verify_section(name: str, config: type[BaseModel]) -> type[VerifySection]:
+    fields: Any = {"rule": (Literal[name], Field(name, description="how a block is verified"))}
+    section: type[VerifySection] = _section(f"{name}_verify", (config, VerifySection), fields)
+    return section
+
+
+def plain_verify() -> VerifySection:
+    """The verify section of a recipe that has none."""
+    return verify_sections()["match"].model_validate({})
 
 
 class LengthSection(Section):
@@ -297,11 +297,3 @@ class Choice:
         """Any of the sections: without the key that chooses, several fit."""
         found = handler(schema)
         return {"anyOf": found.pop("oneOf"), **found} if "oneOf" in found else found
-
-
-VERIFIES: dict[str, type[VerifySection]] = {
-    "match": MatchVerify,
-    "rejection": RejectionVerify,
-    "block": BlockVerify,
-    "typical": TypicalVerify,
-}

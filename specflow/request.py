@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from specflow.text import TextStream
 
 __all__ = ["Request", "RequestState", "make_requests"]
+
+ENCODE = "encode text first: engine.codec.encode(text) or encode_chat(messages)"
 
 Finish = Literal["stop", "length", "context"]
 
@@ -43,24 +46,45 @@ class Request:
                 where,
                 f"it has {len(self.prompt)} tokens and the context holds {context_length}",
                 f"at most {context_length - 1} tokens, to leave room for an answer",
-                "shorten the prompt or raise runtime.context",
+                "shorten the prompt, or raise runtime.context as far as the model allows",
             )
-        worst = max(max(self.prompt), -min(self.prompt), *self.sampling.logit_bias, *self.sampling.stop_ids)
-        if worst >= vocab_size or min(self.prompt) < 0:
-            raise RequestError(where, f"token id {worst} is outside the vocabulary", f"ids from 0 to {vocab_size - 1}")
+        named = (*self.prompt, *self.sampling.logit_bias, *self.sampling.stop_ids)
+        outside = next((token for token in named if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise RequestError(
+                where, f"token id {outside} is outside the vocabulary", f"ids from 0 to {vocab_size - 1}"
+            )
 
 
 def make_requests(prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Request]:
     """Pair prompts with sampling options; a request without a seed gets a fresh one of its own."""
-    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-    if len(each) != len(prompts):
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise RequestError(
-            "sampling", f"{len(each)} sampling options for {len(prompts)} prompts", "one for all, or one each"
+            "prompts", f"a {type(prompts).__name__}", "a list of prompts, each a list of token ids", ENCODE
         )
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling or ())
+    if len(each) != len(prompts) or not all(isinstance(options, Sampling) for options in each):
+        kinds = ", ".join(sorted({type(options).__name__ for options in each}))
+        found = f"{len(each)} sampling options ({kinds}) for {len(prompts)} prompts"
+        raise RequestError("sampling", found, "one Sampling for all, or one each")
     return [
-        Request(index, tuple(prompt), options, secrets.randbits(63) if options.seed is None else options.seed)
+        Request(
+            index, _token_ids(index, prompt), options, secrets.randbits(63) if options.seed is None else options.seed
+        )
         for index, (prompt, options) in enumerate(zip(prompts, each, strict=True))
     ]
+
+
+def _token_ids(index: int, prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise RequestError(
+            f"prompt {index}",
+            f"a {type(prompt).__name__} that does not hold token ids",
+            "a sequence of integers",
+            ENCODE,
+        ) from error
 
 
 class RequestState:
@@ -78,7 +102,7 @@ class RequestState:
         self.counts = Counts()
         self.timings = Timings()
         self.logprobs: list[Tensor] = []
-        self._stops = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else frozenset(stop_ids))
+        self._stops = sampling.stops(stop_ids)
         self._most = min(sampling.max_new_tokens, context_length - len(request.prompt))
         self._capped_by: Finish = "length" if self._most == sampling.max_new_tokens else "context"
         self._text = _Text(text, sampling)
@@ -111,19 +135,26 @@ class RequestState:
                 return kept
         return len(tokens)
 
-    def count_round(self, drafted: int, accepted: int, kept: int) -> None:
-        """Book one round: positions past a stop were neither drafted nor accepted as far as the user is concerned."""
+    def count_round(self, nodes: int, depth: int, accepted: int, kept: int) -> None:
+        """Book one round: positions past a stop were neither drafted nor accepted as far as the user is concerned.
+
+        Args:
+            nodes: Draft tokens verified for this request.
+            depth: Draft positions they filled; fewer than nodes in a tree.
+            accepted: Draft tokens the rule accepted.
+            kept: Tokens of the round up to the first stop.
+        """
         counts = self.counts
         counts.num_rounds += 1
-        drafted, accepted = min(drafted, kept), min(accepted, kept)
-        if not drafted:
+        seen, accepted = min(depth, kept), min(accepted, kept)
+        if not seen:
             return
         counts.num_spec_steps += 1
-        counts.num_draft_tokens += drafted
+        counts.num_draft_tokens += nodes - (depth - seen)
         counts.num_accepted_draft_tokens += accepted
         for column in (counts.drafted_at, counts.reached_at, counts.accepted_at):
-            column.extend([0] * (drafted - len(column)))
-        for position in range(drafted):
+            column.extend([0] * (seen - len(column)))
+        for position in range(seen):
             counts.drafted_at[position] += 1
             counts.reached_at[position] += position <= accepted
             counts.accepted_at[position] += position < accepted
@@ -159,6 +190,7 @@ class _Text:
     sampling: Sampling
     text: str = ""
     _taken: int = 0
+    _searched: int = 0  # stop strings that end within this many characters were seen, or came too early to count
     _closed: bool = False
     _held: int = field(init=False)
 
@@ -167,18 +199,19 @@ class _Text:
 
     def push(self, token: int, num_tokens: int) -> str | None:
         """Add a token; the stop string that its text completes, if one does."""
-        fresh = self.stream.push((token,))
-        if not fresh:
+        self.text += self.stream.push((token,))
+        if not self.sampling.stop_strings:
             return None
-        start = max(0, len(self.text) - self._held)
-        self.text += fresh
+        seen = self.text + self.stream.peek()
+        before, self._searched = self._searched, len(seen)
         if num_tokens < self.sampling.min_new_tokens:
             return None
-        hits = [(at, stop) for stop in self.sampling.stop_strings if (at := self.text.find(stop, start)) >= 0]
+        places = ((seen.find(stop, max(0, before + 1 - len(stop))), stop) for stop in self.sampling.stop_strings)
+        hits = [(at, stop) for at, stop in places if at >= 0]
         if not hits:
             return None
         at, stop = min(hits)
-        self.text = self.text[:at]
+        self.text = seen[:at]
         self._closed = True
         return stop
 

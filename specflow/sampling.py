@@ -1,4 +1,4 @@
-"""From the target's logits to its law: processors, warpers, and random numbers keyed by position.
+"""From the target's logits to its law: processors, then temperature and truncation.
 
 Processors act at every row of a pass with that row's own prefix: the committed text, then the draft tokens on the path
 to it. A row of the batch is only touched by its own settings. Every step treats each row of logits alone, so a row has
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import blake2b
 from math import log
 from typing import TYPE_CHECKING
 
@@ -30,76 +28,12 @@ from specflow.types import PAD, Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specflow.types import DraftBlock, Topology
+    from specflow.types import DraftBlock
 
-__all__ = ["BatchSampler", "RoundNoise", "TargetLaw", "draw_tokens", "lowest_argmax"]
+__all__ = ["BatchSampler", "TargetLaw", "draw_tokens", "lowest_argmax"]
 
 GREEDY_BELOW = 1e-5
 RUN = 128  # long rows are searched in two steps: the run of this many entries, then the entry
-MASK64 = (1 << 64) - 1
-
-
-class RoundNoise:
-    """Random numbers of one round, each a pure function of its key; nothing is stored or shared.
-
-    Streams and their keys:
-        "target"  (seed, position): draws from the target's law, so every way of decoding draws the same tokens
-        others    (seed, start of the round, position): "accept" decides about nodes, "residual" draws recovered tokens,
-                  "draft" belongs to drafters. Positions are drafted again in later rounds, and block verification lets
-                  later nodes decide about earlier ones: a number used twice would bias the text.
-
-    A number depends neither on neighbours in the batch nor on the length of the block, and lies strictly between 0
-    and 1.
-
-    Args:
-        seeds: One a row.  # [B]
-        starts: Absolute position of each row's anchor.  # [B]
-        device: Where tensors are wanted.
-    """
-
-    def __init__(self, seeds: Sequence[int], starts: Sequence[int], device: torch.device) -> None:
-        self._seeds, self._starts, self._device = seeds, starts, device
-
-    def uniform(self, stream: str, row: int, position: int) -> float:
-        return _number(self._key(stream, row), position)
-
-    def rows(self, stream: str, topology: Topology) -> Tensor:
-        """A number for each row of the pass, keyed by the position of the token it scores.  # [B, M] float64"""
-        return self._at(stream, topology.depth, topology.max_depth, 1)
-
-    def nodes(self, stream: str, topology: Topology) -> Tensor:
-        """A number for each node, keyed by its own position.  # [B, N] float64"""
-        return self._at(stream, topology.depth[:, 1:], topology.max_depth, 0)
-
-    def _at(self, stream: str, depth: Tensor, max_depth: int, offset: int) -> Tensor:
-        table = []
-        for row, start in enumerate(self._starts):
-            key, begin = self._key(stream, row), start + offset
-            table.append([_number(key, position) for position in range(begin, begin + max_depth + 1)])
-        by_depth = torch.tensor(table, dtype=torch.float64, device=self._device)
-        return by_depth.gather(1, depth.expand(len(table), -1))
-
-    def _key(self, stream: str, row: int) -> int:
-        key = _mixed(self._seeds[row] ^ _stream_key(stream))
-        return key if stream == "target" else _mixed(key ^ self._starts[row])
-
-
-@lru_cache(maxsize=64)
-def _stream_key(stream: str) -> int:
-    return int.from_bytes(blake2b(stream.encode(), digest_size=8).digest(), "little")
-
-
-def _mixed(z: int) -> int:
-    """The output function of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that avalanches."""
-    z = (z + 0x9E3779B97F4A7C15) & MASK64
-    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK64
-    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & MASK64
-    return z ^ z >> 31
-
-
-def _number(key: int, position: int) -> float:
-    """The middle of one of 2^52 equal cells of the unit interval."""
-    return ((_mixed(key ^ _mixed(position)) >> 12) + 0.5) * 2.0**-52
 
 
 def lowest_argmax(scores: Tensor) -> Tensor:
@@ -206,8 +140,13 @@ class TargetLaw:
         Returns:
             Natural logarithms.  # [B, R] float32 or wider
         """
-        index = rows.clamp_min(0) * self._raw.shape[-1] + tokens.clamp_min(0)
-        return _wide(self._raw).log_softmax(-1).flatten(1).gather(1, index)
+        row, scores = rows.clamp_min(0), self._raw
+        if rows.shape[1] < scores.shape[1]:  # a tree, most of whose rows are on no path
+            scores = scores[torch.arange(len(rows), device=rows.device).unsqueeze(1), row]  # [B, R, V]
+            row = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+        scores = _wide(scores)
+        chosen = scores.flatten(1).gather(1, row * scores.shape[-1] + tokens.clamp_min(0))
+        return chosen - scores.logsumexp(-1).gather(1, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +173,7 @@ class _RowState:
         self._edits = not neutral or bool(sampling.logit_bias)
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
         self._bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float64, device=device)
-        stops = {*sampling.stop_ids, *(() if sampling.ignore_eos else model_stops)}
-        self._stop_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
+        self._stop_ids = torch.tensor(sorted(sampling.stops(model_stops)), dtype=torch.int64, device=device)
 
     def count(self, tokens: Sequence[int], prompt: bool = False) -> None:
         """Let the penalties know of tokens of the prompt or of the text."""
@@ -340,15 +278,13 @@ class BatchSampler:
         edited = [b for b, state in enumerate(states) if state.edits(generated[b])]
         if all(greedy) and not edited:
             return TargetLaw(logits, logits, greedy)
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        scores = _wide(logits).clone() if edited else _wide(logits)
         shape = block.topology
         for b in edited:
             own = b if len(shape.depth) > 1 else 0
             prefixes = _Prefixes(shape.depth[own], shape.ancestors[own], block.tokens[b])
             states[b].edit(scores[b], prefixes, generated[b])
-        if not all(greedy):
-            _warp(scores, states)
-        return TargetLaw(logits, scores, greedy)
+        return TargetLaw(logits, _warped(scores, states), greedy)
 
     def _state(self, sampling: Sampling) -> _RowState:
         return _RowState(sampling, self._vocab_size, self._stop_ids, self._device)
@@ -358,24 +294,25 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _warp(scores: Tensor, states: Sequence[_RowState]) -> None:
-    """Temperature and truncation of the sampled rows, in place; rows of equal settings go together.  # [B, M, V]"""
+def _warped(scores: Tensor, states: Sequence[_RowState]) -> Tensor:
+    """Temperature and truncation of the sampled rows; rows of equal settings go together.  # [B, M, V] -> [B, M, V]"""
     temperatures = [1.0 if state.greedy else state.sampling.temperature for state in states]
     if any(temperature != 1.0 for temperature in temperatures):
-        scores /= torch.tensor(temperatures, dtype=scores.dtype, device=scores.device).view(-1, 1, 1)
+        scores = scores / torch.tensor(temperatures, dtype=scores.dtype, device=scores.device).view(-1, 1, 1)
     groups: dict[tuple[int, float, float], list[int]] = {}
     for b, state in enumerate(states):
         if not state.greedy and state.truncation != (0, 1.0, 0.0):
             groups.setdefault(state.truncation, []).append(b)
     for truncation, rows in groups.items():
-        part = scores if len(rows) == len(states) else scores[rows]
-        _truncate(part, *truncation)
-        if part is not scores:
-            scores[rows] = part
+        if len(rows) == len(states):
+            return _truncated(scores, *truncation)
+        index = torch.tensor(rows, device=scores.device)
+        scores = scores.index_copy(0, index, _truncated(scores[index], *truncation))
+    return scores
 
 
-def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> None:
-    """Make all but the best tokens impossible, in place.  # [..., V]"""
+def _truncated(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """All but the best tokens made impossible.  # [..., V] -> [..., V]"""
     limited = 0 < top_k < scores.shape[-1]
     if limited or top_p < 1.0:
         kept = scores.topk(top_k).values.flip(-1) if limited else _ascending(scores)
@@ -386,9 +323,11 @@ def _truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> None:
         worst = kept.gather(-1, lowest)
         tied = scores == worst
         room = (torch.searchsorted(kept, worst, right=True) - lowest).int()  # how many of the tied stay
-        scores.masked_fill_((scores < worst) | (tied & (tied.cumsum(-1, dtype=torch.int32) > room)), -torch.inf)
+        dropped = (scores < worst) | (tied & (tied.cumsum(-1, dtype=torch.int32) > room))
+        scores = scores.masked_fill(dropped, -torch.inf)
     if min_p > 0.0:
-        scores.masked_fill_(scores < scores.amax(-1, keepdim=True) + log(min_p), -torch.inf)
+        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + log(min_p), -torch.inf)
+    return scores
 
 
 def _ascending(scores: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TextCodec", "TextStream"]
 
+_BROKEN = "\ufffd"
+"""What decoders show for bytes that are no character."""
+
 
 class TextCodec:
     """Tokenizer, chat template and stop ids of one model.
@@ -108,39 +111,51 @@ class TextStream:
 
     A character spread over several tokens is held back until it is whole; `flush` gives what is still held when the
     request ends. A run of raw byte tokens (`<0x0A>`) is held until it ends, because one invalid byte in it changes
-    the text of the whole run.
+    the text of the whole run. Only tokens whose text is not out yet, and those of the piece before, are remembered.
     """
 
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int], raw_bytes: frozenset[int]) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer = tokenizer
         self._special = special
         self._raw_bytes = raw_bytes
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
+        self._before: list[int] = []  # of the latest piece: decoders treat the first token of a text apart
+        self._given = ""  # text of those alone
         self._held: list[int] = []
-        self._length = 0  # characters given out
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that these tokens complete; may be empty."""
         return "".join(self._step(token) for token in ids if token not in self._special)
 
+    def peek(self) -> str:
+        """Text of what is held if it is whole, valid characters by now, without giving it out; else empty.
+
+        A byte that follows may still spoil it: `push` is what decides the text.
+        """
+        text = self._held_text()
+        return "" if _BROKEN in text else text
+
     def flush(self) -> str:
         """The rest of the text: bytes that never became a character show as U+FFFD."""
-        rest = self._tokenizer.decode(self._ids, skip_special_tokens=True)[self._length :]
-        self._length += len(rest)
-        return rest
+        return self._give(self._held_text())
 
     def _step(self, token: int) -> str:
-        self._ids.append(token)
         self._held.append(token)
         if token in self._raw_bytes:
             return ""
-        piece = self._stream.step(self._tokenizer, self._held) or ""
-        self._held = []
-        self._length += len(piece)
-        return piece
+        text = self._held_text()
+        return "" if text.endswith(_BROKEN) else self._give(text)
+
+    def _held_text(self) -> str:
+        if not self._held:
+            return ""
+        text = self._tokenizer.decode([*self._before, *self._held], skip_special_tokens=True)
+        return text[len(self._given) :]
+
+    def _give(self, text: str) -> str:
+        if text:
+            self._before, self._held = self._held, []
+            self._given = self._tokenizer.decode(self._before, skip_special_tokens=True)
+        return text
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

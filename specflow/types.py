@@ -14,12 +14,12 @@ PAD marks "no token" in token tensors and "no row" in row tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class Sampling(BaseModel):
     presence and frequency penalties, minimum length, temperature, top-k, top-p, min-p.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy; ties go to the lowest token id")
     top_k: int = Field(0, ge=0, description="keep the k most likely tokens; 0 keeps all")
@@ -62,13 +62,15 @@ class Sampling(BaseModel):
     )
     presence_penalty: float = Field(0.0, description="subtracted once from tokens seen in the text")
     frequency_penalty: float = Field(0.0, description="subtracted once per occurrence in the text")
-    logit_bias: Mapping[int, float] = Field(default_factory=dict, description="token id -> added to its logit")
+    logit_bias: Mapping[NonNegativeInt, float] = Field(
+        default_factory=dict, description="token id -> added to its logit"
+    )
     seed: int | None = Field(
         None, ge=0, lt=2**63, description="same seed, same text; none draws a fresh one per request"
     )
     max_new_tokens: int = Field(128, ge=1, description="length cap, in tokens")
     min_new_tokens: int = Field(0, ge=0, description="stop ids are impossible before this many tokens")
-    stop_ids: tuple[int, ...] = Field((), description="extra token ids that end the text")
+    stop_ids: tuple[NonNegativeInt, ...] = Field((), description="extra token ids that end the text")
     stop_strings: tuple[str, ...] = Field((), description="strings that end the text; cut from it")
     ignore_eos: bool = Field(False, description="the model's own stop ids do not end the text")
     logprobs: bool = Field(False, description="return the log-probability of every chosen token")
@@ -80,6 +82,16 @@ class Sampling(BaseModel):
         if any(not text for text in value):
             raise ValueError("a stop string is empty; every text would stop at once")
         return value
+
+    @model_validator(mode="after")
+    def _room_for_the_minimum(self) -> Sampling:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
+        return self
+
+    def stops(self, model_stop_ids: Sequence[int]) -> frozenset[int]:
+        """Token ids that end the text: the request's own, and the model's unless they are ignored."""
+        return frozenset(self.stop_ids) | (frozenset() if self.ignore_eos else frozenset(model_stop_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +131,11 @@ class Law(Protocol):
     def prob(self) -> Tensor:
         """q of every drafted token.  # [B, N] float32 or wider, 1 where PAD"""
 
-    def excess(self, scaled_p: Tensor) -> Tensor:
-        """max(scaled_p - q, 0) at every draft position.  # [B, N, V] -> [B, N, V]"""
+    def excess_mass(self, scale: Tensor, p: Tensor) -> Tensor:
+        """Sum of max(scale p - q, 0) at every draft position.  # [B, N], [B, N, V] -> [B, N] float64"""
+
+    def excess_at(self, node: Tensor, scaled_p: Tensor) -> Tensor:
+        """max(scaled_p - q, 0) at one node of each row.  # [B], [B, V] -> [B, V]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +169,10 @@ class DraftBlock:
     @property
     def num_nodes(self) -> int:
         return int(self.tokens.shape[1])
+
+    def depth_of(self, row: int) -> int:
+        """Draft positions of a batch row: its nodes in a chain, at most the tree's depth otherwise."""
+        return min(self.lengths[row], self.topology.max_depth)
 
 
 @dataclass(frozen=True, slots=True)

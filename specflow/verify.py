@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from specflow.errors import GraphError
+from specflow.rules import RULE_INFOS, BlockConfig, RejectionConfig, TypicalConfig
 from specflow.sampling import draw_tokens
 from specflow.tree import path_to, scoring_rows, valid_nodes
 from specflow.types import PAD, Verdict
@@ -20,7 +21,8 @@ from specflow.types import PAD, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specflow.sampling import RoundNoise, TargetLaw
+    from specflow.noise import RoundNoise
+    from specflow.sampling import TargetLaw
     from specflow.types import DraftBlock
 
 __all__ = ["RULES", "BlockRule", "Match", "Rejection", "Rule", "Typical", "block_odds", "residual", "token_odds"]
@@ -29,10 +31,7 @@ __all__ = ["RULES", "BlockRule", "Match", "Rejection", "Rule", "Typical", "block
 class Rule(Protocol):
     """Decides about a block, given the target's law at every row of the pass."""
 
-    name: str
-    lossless: bool  # the text has exactly the target's distribution
-    needs_probs: bool  # wants blocks that carry the law their tokens were sampled from
-    trees: bool  # takes blocks that are not chains
+    name: str  # under which `rules.RULE_INFOS` has its facts
 
     def verify(self, block: DraftBlock, law: TargetLaw, noise: RoundNoise) -> Verdict: ...
 
@@ -45,7 +44,7 @@ class Match:
          So any drafter, tree or length is lossless, and the same seed gives the same text.
     """
 
-    name, lossless, needs_probs, trees = "match", True, False, True
+    name = "match"
 
     def verify(self, block: DraftBlock, law: TargetLaw, noise: RoundNoise) -> Verdict:
         said = law.draw(None if law.greedy else noise.rows("target", block.topology))  # [B, M]
@@ -62,17 +61,20 @@ class Rejection:
          Accepted and recovered mass of a token: min(p, q) + max(p - q, 0) = p.
     """
 
-    name, lossless, needs_probs, trees = "rejection", True, True, False
+    name = "rejection"
+
+    def __init__(self, lossless: bool = True) -> None:
+        self.config = RejectionConfig(lossless=lossless)
 
     def verify(self, block: DraftBlock, law: TargetLaw, noise: RoundNoise) -> Verdict:
-        _refuse_tree(block, self.name)
+        _check_block(block, self.name, self.config)
         if law.greedy:
             return Match().verify(block, law, noise)
         p = law.probs()
         bar, weight = token_odds(block, p)
         stands = noise.nodes("accept", block.topology) * weight <= bar
         accepted = (stands & valid_nodes(block)).long().cumprod(1).sum(1)
-        return _recover(block, p, block.law.excess(p[:, :-1]), accepted, noise)
+        return _recover(block, p, torch.ones_like(bar), accepted, noise)
 
 
 class BlockRule:
@@ -83,17 +85,20 @@ class BlockRule:
          Recovered token ~ max(P_a p - q, 0) of row a, P_a included; bonus token ~ p of the row after the last node.
     """
 
-    name, lossless, needs_probs, trees = "block", True, True, False
+    name = "block"
+
+    def __init__(self, lossless: bool = True) -> None:
+        self.config = BlockConfig(lossless=lossless)
 
     def verify(self, block: DraftBlock, law: TargetLaw, noise: RoundNoise) -> Verdict:
-        _refuse_tree(block, self.name)
+        _check_block(block, self.name, self.config)
         if law.greedy:
             return Match().verify(block, law, noise)
         p = law.probs()
-        bar, weight, left = block_odds(block, p)
+        bar, weight, reach = block_odds(block, p)
         stands = (noise.nodes("accept", block.topology) * weight <= bar) & valid_nodes(block)
         accepted = (block.topology.depth * F.pad(stands, (1, 0))).amax(1)
-        return _recover(block, p, left, accepted, noise)
+        return _recover(block, p, reach, accepted, noise)
 
 
 class Typical:
@@ -104,20 +109,18 @@ class Typical:
          The token after it is drawn from p of the path's last row.
     """
 
-    name, lossless, needs_probs, trees = "typical", False, False, True
+    name = "typical"
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
-        for key, value in (("epsilon", epsilon), ("delta", delta)):
-            if not 0.0 < value <= 1.0:
-                raise GraphError(f"verify.{key}", repr(value), "a number above 0 and at most 1")
-        self.epsilon, self.delta = epsilon, delta
+        self.config = TypicalConfig(epsilon=epsilon, delta=delta)
 
     def verify(self, block: DraftBlock, law: TargetLaw, noise: RoundNoise) -> Verdict:
         p = law.probs()
         rows = scoring_rows(block.topology, len(p))
-        bar = (self.delta * torch.special.entr(p).sum(-1).neg().exp()).clamp_max(self.epsilon)  # [B, M]
+        bar = self.config.delta * torch.special.entr(p).sum(-1).neg().exp()  # [B, M]
         chosen = _chosen(block, p)
-        last = _deepest(block, (chosen > bar.gather(1, rows)) & valid_nodes(block), chosen.log())
+        likely = chosen > bar.clamp_max(self.config.epsilon).gather(1, rows)
+        last = _deepest(block, likely & valid_nodes(block), chosen.log())
         said = law.draw(None if law.greedy else noise.rows("target", block.topology))
         return _verdict(block, last, said.gather(1, last.unsqueeze(1)))
 
@@ -144,7 +147,7 @@ def token_odds(block: DraftBlock, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_odds(block: DraftBlock, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Block verification's h of every node as a fraction bar / weight (0 / 0: certain), and the residuals.
+    """Block verification's h of every node as a fraction bar / weight (0 / 0: certain), and the reach of its row.
 
     A row's last node is where it is even though the block goes on for other rows.
 
@@ -153,7 +156,7 @@ def block_odds(block: DraftBlock, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         p: Target probabilities.  # [B, M, V]
 
     Returns:
-        bar, weight, and max(P_a p - q, 0) at the rows a = 0 .. N - 1.  # [B, N] twice, [B, N, V]
+        bar, weight, and P_a of the rows a = 0 .. N - 1.  # [B, N] three times
     """
     q = block.law.prob()
     ratio = _chosen(block, p) / q.clamp_min(torch.finfo(q.dtype).tiny)
@@ -161,20 +164,20 @@ def block_odds(block: DraftBlock, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for each in ratio.unbind(1):
         reach.append((reach[-1] * each).clamp_max(1.0))
     at = torch.stack(reach, dim=1)  # [B, M] P_0 .. P_N
-    left = block.law.excess(at[:, :-1].unsqueeze(-1) * p[:, :-1])
-    spare = F.pad(left.sum(-1, dtype=torch.float64), (0, 1))[:, 1:]  # [B, N] S_1 .. S_{N-1}, and none at N
+    mass = block.law.excess_mass(at[:, :-1], p[:, :-1])
+    spare = F.pad(mass, (0, 1))[:, 1:]  # [B, N] S_1 .. S_{N-1}, and none at N
     final = block.topology.depth[:, 1:] == valid_nodes(block).sum(1, keepdim=True)
     reached = at[:, 1:].double()
-    return torch.where(final, reached, spare), torch.where(final, 1.0, spare + 1.0 - reached), left
+    return torch.where(final, reached, spare), torch.where(final, 1.0, spare + 1.0 - reached), at[:, :-1]
 
 
-def residual(block: DraftBlock, p: Tensor, left: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+def residual(block: DraftBlock, p: Tensor, reach: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
     """What the token after the accepted ones is drawn from, up to a factor, and whether it is the bonus token.
 
     Args:
         block: A chain.
         p: Target probabilities.  # [B, M, V]
-        left: What each row has over the draft.  # [B, N, V]
+        reach: Factor of p at each row that a node hangs from: P_a of block verification, else 1.  # [B, N]
         accepted: Number of accepted nodes.  # [B]
 
     Returns:
@@ -184,17 +187,17 @@ def residual(block: DraftBlock, p: Tensor, left: Tensor, accepted: Tensor) -> tu
     bonus = accepted == valid_nodes(block).sum(1)
     if not block.num_nodes:
         return whole, bonus
-    over = _row_of(left, accepted.clamp_max(block.num_nodes - 1))
+    node = accepted.clamp_max(block.num_nodes - 1)
+    over = block.law.excess_at(node, reach.gather(1, node.unsqueeze(1)) * whole)
     # Where p and q agree to the last bit nothing is over, and a refusal is a rounding error: p itself is right then.
     return torch.where((bonus | (over.amax(-1) <= 0)).unsqueeze(1), whole.to(over.dtype), over), bonus
 
 
-def _recover(block: DraftBlock, p: Tensor, left: Tensor, accepted: Tensor, noise: RoundNoise) -> Verdict:
+def _recover(block: DraftBlock, p: Tensor, reach: Tensor, accepted: Tensor, noise: RoundNoise) -> Verdict:
     """Draw the token after the accepted ones. A bonus token uses the number that plain decoding would use."""
-    weights, bonus = residual(block, p, left, accepted)
-    row = accepted.unsqueeze(1)
-    recovered_u, bonus_u = (noise.rows(stream, block.topology).gather(1, row) for stream in ("residual", "target"))
-    u = torch.where(bonus, bonus_u.squeeze(1), recovered_u.squeeze(1))
+    weights, bonus = residual(block, p, reach, accepted)
+    bonus_u = noise.rows("target", block.topology).gather(1, accepted.unsqueeze(1)).squeeze(1)
+    u = torch.where(bonus, bonus_u, noise.once("residual"))
     return _verdict(block, accepted, draw_tokens(weights, u).unsqueeze(1))
 
 
@@ -243,11 +246,22 @@ def _verdict(block: DraftBlock, last: Tensor, following: Tensor) -> Verdict:
     return Verdict(tokens, path, accepted.squeeze(1))
 
 
-def _refuse_tree(block: DraftBlock, name: str) -> None:
-    if not block.topology.is_chain:
+def _check_block(block: DraftBlock, name: str, config: RejectionConfig) -> None:
+    """Refuse blocks that the rule cannot take, by what the host knows of them."""
+    if not (block.topology.is_chain or RULE_INFOS[name].trees):
         raise GraphError(
             f"verify: {name}",
             "the draft is a tree",
             "a chain",
             "use verify: match, which takes any tree, or a source that drafts a chain",
+        )
+    if block.law.is_point or not config.lossless:
+        return
+    doubted = block.confidence is not None and block.confidence_from == "self"
+    if block.structure_from == "sampled" or (doubted and min(block.lengths, default=0) < block.num_nodes):
+        raise GraphError(
+            f"verify: {name}",
+            "a block whose shape depends on its own sampled tokens, which biases the text",
+            "a shape that follows from the context or from earlier tokens",
+            "use rule match, or lossless: false",
         )

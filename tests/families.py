@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from specflow.target.base import Target
+from specflow.target.base import Target, TargetOptions
 from specflow.target.huggingface import HuggingFaceTarget
-from specflow.target.transformer import NativeOptions, NativeTarget
+from specflow.target.transformer import NativeTarget
 from specflow.types import TargetOutput
 
 VOCAB = 64
@@ -73,11 +73,11 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def make_native(model: Any, dtype: torch.dtype = torch.float32, row_invariant: bool | None = None) -> NativeTarget:
-    return NativeTarget(model.config, dict(model.state_dict()), NativeOptions("tiny", dtype, CPU, (2,), row_invariant))
+    return NativeTarget(model.config, dict(model.state_dict()), TargetOptions("tiny", dtype, CPU, (2,), row_invariant))
 
 
 def make_adapter(model: Any, dtype: torch.dtype = torch.float32) -> HuggingFaceTarget:
-    return HuggingFaceTarget(model.to(dtype), NativeOptions("tiny", dtype, CPU, (2,)))
+    return HuggingFaceTarget(model.to(dtype), TargetOptions("tiny", dtype, CPU, (2,)))
 
 
 def make_target(runtime: str, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Target:

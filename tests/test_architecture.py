@@ -18,7 +18,7 @@ PACKAGES = ("specflow", "tuner")
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "allocator"),
     ("types",),
-    ("tree", "law", "sampling", "measure"),
+    ("tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance"),
     ("target", "draft", "verify", "length", "text", "request", "handover"),
     ("engine", "recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts", "graph_checks", "draw", "svg"),
     ("build",),
@@ -56,6 +56,7 @@ TORCH_FREE = (
     "graph_checks",
     "draw",
     "svg",
+    "rules",
     "draft.registry",
 )
 """Modules that validate recipes and draw graphs: no torch at module level, and nothing that brings it."""

@@ -11,8 +11,9 @@ from specflow.draft.base import Needs, Uniforms
 from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.law import Dense, PointMass
 from specflow.length import Fixed
-from specflow.target.transformer import NativeOptions, NativeTarget
-from specflow.tree import chain
+from specflow.target.base import TargetOptions
+from specflow.target.transformer import NativeTarget
+from specflow.tree import chain, from_parents
 from specflow.types import PAD, DraftBlock, DraftBudget, Observation
 from specflow.verify import Match, Rule
 
@@ -39,7 +40,7 @@ def tiny_target(dtype: torch.dtype = torch.float64, context: int = 256, seed: in
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.35)
-    options = NativeOptions("tiny", dtype, torch.device("cpu"), stop_ids=(EOS,))
+    options = TargetOptions("tiny", dtype, torch.device("cpu"), stop_ids=(EOS,))
     return NativeTarget(config, dict(model.state_dict()), options)
 
 
@@ -59,6 +60,9 @@ class NumberStream:
     def push(self, ids: Sequence[int]) -> str:
         return "".join(f"{token} " for token in ids)
 
+    def peek(self) -> str:
+        return ""
+
     def flush(self) -> str:
         return ""
 
@@ -67,7 +71,6 @@ class Scripted:
     """A drafter that knows, from a table, what vanilla will say; subclasses bend it."""
 
     needs = Needs()
-    gives_probs = False
 
     def __init__(self, futures: Sequence[Sequence[int]] = ()) -> None:
         self._futures = [list(future) for future in futures]  # one a request, in the order they start
@@ -133,10 +136,29 @@ class Ragged(Scripted):
         return right[:keep] + ([5] if keep < most and self._done[row] % 3 == 0 else [])
 
 
+class Branching(Scripted):
+    """A tree: the right path, a wrong sibling at every depth, and a wrong child below the last right node."""
+
+    def propose(self, anchors: Sequence[int], budget: DraftBudget, uniforms: Uniforms) -> DraftBlock | None:
+        self.calls += 1
+        depth = min(max(1, budget.widest), 3)
+        paths = [self.tokens_for(row, min(depth, most)) for row, most in enumerate(budget.tokens)]
+        if min(map(len, paths)) < depth:
+            return None
+        nodes, parents, last = [[] for _ in paths], [], -1  # type: ignore[var-annotated]
+        for level in range(depth):
+            for wrong in (1, 0):
+                for row, path in enumerate(paths):
+                    nodes[row].append((path[level] + wrong) % VOCAB)
+                parents.append(last)
+            last = len(parents) - 1
+        tokens = torch.tensor(nodes)
+        topology = from_parents(torch.tensor([parents]), max_depth=depth)
+        return DraftBlock(tokens, (len(parents),) * len(paths), topology, PointMass(tokens, VOCAB))
+
+
 class Random(Scripted):
     """Samples from a fixed full-vocabulary law and says so."""
-
-    gives_probs = True
 
     def propose(self, anchors: Sequence[int], budget: DraftBudget, uniforms: Uniforms) -> DraftBlock | None:
         self.calls += 1

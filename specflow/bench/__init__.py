@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from specflow.bench.data import BadRow, PromptRow, load_prompts, read_prompts
-from specflow.bench.methods import EngineMethod, Method, Outcome, Request
+from specflow.bench.methods import Ask, EngineMethod, Method, Outcome
 from specflow.bench.results import RunDirectory
 from specflow.bench.runner import Bench, Plan
 from specflow.bench.summary import SummaryRow, acceptance_rows, summarise
 
 __all__ = [
+    "Ask",
     "BadRow",
     "Bench",
     "EngineMethod",
@@ -16,7 +17,6 @@ __all__ = [
     "Outcome",
     "Plan",
     "PromptRow",
-    "Request",
     "RunDirectory",
     "SummaryRow",
     "acceptance_rows",

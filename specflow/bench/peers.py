@@ -6,13 +6,13 @@ model is prompt lookup, whose K is swept, each value a method of its own. Same t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from specflow.bench.methods import Outcome, Request
+from specflow.bench.methods import Ask, Kind, Outcome
 from specflow.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -102,21 +102,28 @@ class _Arrivals:
 class TransformersPeer:
     """`generate` of transformers, plain (lookup None) or with prompt lookup of that many tokens."""
 
-    kind: Literal["recipe", "peer plain", "peer speculative"]
+    kind: Kind
 
     def __init__(self, model: Any, target: PeerTarget, passes: _PassCounter, lookup: int | None) -> None:
         self.name = "transformers" if lookup is None else f"transformers lookup K={lookup}"
         self.kind = "peer plain" if lookup is None else "peer speculative"
+        self.facts: Mapping[str, Any] = {
+            "exactness": None,
+            "runtime": "transformers",
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+            "lossy": False,
+        }
         self._model = model
         self._target = target
         self._passes = passes
         self._lookup = lookup
 
-    def generate(self, request: Request) -> Outcome:
+    def generate(self, ask: Ask) -> Outcome:
         """Continue one prompt greedily."""
         import torch
 
-        ids = torch.tensor([request.prompt], device=self._target.device)  # [1, prompt]
+        ids = torch.tensor([ask.prompt], device=self._target.device)  # [1, prompt]
         arrivals = _Arrivals(self._passes)
         started = perf_counter()
         try:
@@ -124,31 +131,31 @@ class TransformersPeer:
                 output = self._model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    generation_config=self._settings(request),
+                    generation_config=self._settings(ask),
                     streamer=arrivals,
                 )
         except (RuntimeError, ValueError, IndexError) as error:
             raise ModelError(self.name, f"{type(error).__name__}: {error}") from error
-        tokens = tuple(output[0, len(request.prompt) :].tolist())
-        return self._outcome(request, tokens, started, arrivals)
+        tokens = tuple(output[0, len(ask.prompt) :].tolist())
+        return self._outcome(ask, tokens, started, arrivals)
 
-    def _settings(self, request: Request) -> Any:
+    def _settings(self, ask: Ask) -> Any:
         import transformers
 
         config: Any = transformers.GenerationConfig
-        stops = [] if request.ignore_eos else list(self._target.stop_ids)
+        stops = [] if ask.ignore_eos else list(self._target.stop_ids)
         return config(
             do_sample=False,
             use_cache=True,
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=ask.max_new_tokens,
             eos_token_id=stops or None,
             pad_token_id=self._target.stop_ids[0] if self._target.stop_ids else 0,
             prompt_lookup_num_tokens=self._lookup,
             assistant_confidence_threshold=0.0,
         )
 
-    def _outcome(self, request: Request, tokens: tuple[int, ...], started: float, arrivals: _Arrivals) -> Outcome:
-        stopped = not request.ignore_eos and tokens[-1:] and tokens[-1] in self._target.stop_ids
+    def _outcome(self, ask: Ask, tokens: tuple[int, ...], started: float, arrivals: _Arrivals) -> Outcome:
+        stopped = not ask.ignore_eos and tokens[-1:] and tokens[-1] in self._target.stop_ids
         return Outcome(
             tokens=tokens,
             text=self._target.decode(tokens[:-1] if stopped else tokens),
@@ -157,4 +164,5 @@ class TransformersPeer:
             ttft_s=arrivals.times[0] - started,
             decode_s=arrivals.times[-1] - arrivals.times[0],
             rounds=self._passes.count - arrivals.passes_at_first,
+            deliveries=tuple(time - started for time in arrivals.times),
         )

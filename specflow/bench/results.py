@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from specflow.errors import DataError
-from specflow.measure import Provenance, append_jsonl, write_json_atomic, write_text_atomic
+from specflow.files import append_jsonl, claim_directory, write_json_atomic, write_text_atomic
+from specflow.provenance import Provenance
 
 __all__ = ["RunDirectory", "measurement_key"]
 
 Row = dict[str, Any]
-FACTS = ("git_sha", "versions", "cpu_model", "device", "threads")
+FACTS = ("source_sha256", "versions", "cpu_model", "device", "threads")
 
 
 def measurement_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -46,17 +47,9 @@ class RunDirectory:
         self._rows: dict[tuple[Any, ...], Row] = {}
         if resume and (path / "manifest.json").exists():
             self._continue(provenance)
-        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise DataError(
-                str(path),
-                "holds files already; a run directory is never overwritten",
-                "a new or empty directory",
-                "choose another with -o" if not resume else "it has no manifest.json, so there is no run to resume",
-            )
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(str(path), f"cannot create: {error.strerror or error}", "a writable directory") from error
+        else:
+            no_run = "it has no manifest.json, so there is no run to resume"
+            claim_directory(path, no_run if resume else "choose another with -o")
         self._write_manifest()
 
     @property
@@ -70,7 +63,9 @@ class RunDirectory:
         return found if found is not None and "error" not in found else None
 
     def append(self, row: Row) -> None:
-        """Keep a row, on disk before anything else happens."""
+        """Keep a row, on disk before anything else happens. A failure that is there already is not written again."""
+        if self._rows.get(measurement_key(row)) == row:
+            return
         append_jsonl(self.results, row)
         self._rows[measurement_key(row)] = row
 

@@ -8,21 +8,25 @@ compared with its tokens as they come.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 from specflow.bench.data import BadRow, PromptRow
-from specflow.bench.methods import Method, Outcome, Request
+from specflow.bench.methods import Ask, Method, Outcome, first_divergence
 from specflow.bench.results import RunDirectory
 from specflow.errors import SpecFlowError
-from specflow.measure import PeakMemory, metrics
+from specflow.measure import metrics, quantile
+from specflow.provenance import PeakMemory
 
-__all__ = ["Bench", "Plan", "first_divergence", "rotated"]
+__all__ = ["Bench", "Explain", "Plan", "rotated"]
 
 WARMUP_TOKENS = 32
 Row = dict[str, Any]
 Encode = Callable[[Sequence[dict[str, str]]], Sequence[int]]
+Explain = Callable[[Ask, Sequence[int], Sequence[int]], Row]
+"""(what was asked, a recipe's tokens, the baseline's) -> what the row says of their divergence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +44,6 @@ class Plan:
         """Measurements of a whole run, if none fails."""
         turns = sum(len(row.turns) if self.all_turns else 1 for row in prompts)
         return turns * num_methods * self.repeat
-
-
-def first_divergence(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or at which one text ends; None where they are equal."""
-    for index, (mine, theirs) in enumerate(zip(tokens, reference, strict=False)):
-        if mine != theirs:
-            return index
-    return None if len(tokens) == len(reference) else min(len(tokens), len(reference))
 
 
 def rotated(methods: Sequence[Method], baseline: str, prompt: int, repetition: int) -> list[Method]:
@@ -69,10 +65,17 @@ class Bench:
         encode: Messages to token ids, with the model's chat template.
         plan: How much, under which conditions.
         store: Where rows go, and what is done already.
+        explain: Says why a lossless recipe's text differs from the baseline's; called outside everything timed.
     """
 
     def __init__(
-        self, methods: Sequence[Method], baseline: str, encode: Encode, plan: Plan, store: RunDirectory
+        self,
+        methods: Sequence[Method],
+        baseline: str,
+        encode: Encode,
+        plan: Plan,
+        store: RunDirectory,
+        explain: Explain | None = None,
     ) -> None:
         assert baseline in {method.name for method in methods}
         self._methods = list(methods)
@@ -80,6 +83,7 @@ class Bench:
         self._encode = encode
         self._plan = plan
         self._store = store
+        self._explain = explain
         self._memory = PeakMemory()
 
     def run(self, prompts: Sequence[PromptRow], bad: Sequence[BadRow], advance: Callable[[str], None]) -> None:
@@ -103,14 +107,13 @@ class Bench:
                 answers.append(answer)
 
     def _warm_up(self, prompt: PromptRow) -> None:
-        try:
+        """Errors are left to the measurement of the same prompt, which meets and keeps them; the others get warm."""
+        with suppress(SpecFlowError):
             ids = tuple(self._encode(prompt.messages(0, ())))
-            request = Request(ids, min(WARMUP_TOKENS, self._plan.max_new_tokens), True, self._plan.seed)
-            for _ in range(self._plan.warmup):
-                for method in self._methods:
-                    method.generate(request)
-        except SpecFlowError:
-            return  # the measurement of the same prompt meets the same error and keeps it
+            ask = Ask(ids, min(WARMUP_TOKENS, self._plan.max_new_tokens), True, self._plan.seed)
+            for method in self._methods * self._plan.warmup:
+                with suppress(SpecFlowError):
+                    method.generate(ask)
 
     def _run_turn(
         self, index: int, prompt: PromptRow, answers: Sequence[str], advance: Callable[[str], None]
@@ -123,41 +126,49 @@ class Bench:
         except SpecFlowError as error:
             self._store.append({**head, "error": str(error)})
             return None
-        request = Request(ids, self._plan.max_new_tokens, self._plan.ignore_eos, self._plan.seed + index)
+        ask = Ask(ids, self._plan.max_new_tokens, self._plan.ignore_eos, self._plan.seed + index)
         reference: Row | None = None
         for repetition in range(self._plan.repeat):
             for method in rotated(self._methods, self._baseline, index, repetition):
                 key = {**head, "method": method.name, "repetition": repetition}
                 row = self._store.measured(key)
                 if row is None:
-                    row = self._measure(method, request, key, reference)
+                    row = self._measure(method, ask, key, reference)
                     self._store.append(row)
                 if reference is None and method.name == self._baseline and "error" not in row:
                     reference = row
                 advance(f"{prompt.id} · {method.name}")
         return str(reference["text"]) if reference else None
 
-    def _measure(self, method: Method, request: Request, key: Row, reference: Row | None) -> Row:
+    def _measure(self, method: Method, ask: Ask, key: Row, reference: Row | None) -> Row:
         self._memory.reset()
         started = perf_counter()
         try:
-            outcome = method.generate(request)
+            outcome = method.generate(ask)
         except SpecFlowError as error:
-            return {**key, "kind": method.kind, "error": str(error)}
+            return {**key, "kind": method.kind, **method.facts, "error": str(error)}
         wall_s = perf_counter() - started
-        divergence = first_divergence(outcome.tokens, reference["tokens"]) if reference else None
+        memory = self._memory.read()  # before a divergence is looked into, which allocates
         return {
             **key,
             "kind": method.kind,
-            "prompt_tokens": len(request.prompt),
-            "seed": request.seed,
+            **method.facts,
+            "prompt_tokens": len(ask.prompt),
+            "seed": ask.seed,
             **_figures(outcome, wall_s),
-            "equals_baseline": divergence is None if reference else None,
-            "first_divergence": divergence,
-            **self._memory.read(),
+            **self._compared(method, ask, outcome, reference),
+            **memory,
             "text": outcome.text,
             "tokens": list(outcome.tokens),
         }
+
+    def _compared(self, method: Method, ask: Ask, outcome: Outcome, reference: Row | None) -> Row:
+        """Whether the text is the baseline's, where it is not, and why. Peers and lossy recipes owe no reason."""
+        at = first_divergence(outcome.tokens, reference["tokens"]) if reference else None
+        found: Row = {"equals_baseline": at is None if reference else None, "first_divergence": at, "divergence": None}
+        if reference and at is not None and self._explain and method.kind == "recipe" and not method.facts["lossy"]:
+            found |= self._explain(ask, outcome.tokens, reference["tokens"])
+        return found
 
 
 def _figures(outcome: Outcome, wall_s: float) -> Row:
@@ -171,6 +182,9 @@ def _figures(outcome: Outcome, wall_s: float) -> Row:
         "decode_s": outcome.decode_s,
         "output_tps": rate,
         "tpot_s": 1.0 / rate if rate else None,
+        "itl_median_s": quantile(outcome.waits, 0.5),
+        "itl_p95_s": quantile(outcome.waits, 0.95),
+        "num_deliveries": len(outcome.deliveries),
         "decoding_steps": outcome.rounds,
         "tokens_per_round": outcome.tokens_per_round,
         "timings": asdict(outcome.timings) if outcome.timings else None,

@@ -3,6 +3,7 @@
 A prompt's figure is the median of its repetitions; a subset's figure is the median of its prompts with p25 and p75.
 ratio is the median over prompts of (method / baseline on the same prompt); ratio_total compares all decode tokens over
 all decode time, on the prompts both finished. Acceptance is counted over first repetitions (repetitions are equal).
+tpot is the time per token, from token counts; itl the time between deliveries, each of which may hold several tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from specflow.measure import PositionRate, acceptance_by_position, merge_counts, spread
+from specflow.measure import (
+    PositionRate,
+    acceptance_by_position,
+    acceptance_length,
+    draft_acceptance_rate,
+    merge_counts,
+    pooled,
+    spread,
+)
 from specflow.types import Counts
 
 __all__ = ["OVERALL", "SummaryRow", "acceptance_csv", "acceptance_rows", "summarise", "summary_csv"]
@@ -31,6 +40,10 @@ class SummaryRow:
     subset: str
     strategy: str
     kind: str
+    exactness: str | None  # what the target promises of equal texts; None of a peer
+    runtime: str
+    dtype: str
+    lossy: bool  # the recipe's rule changes the law of the text
     prompts: int  # finished turns
     failures: int
     output_tps_median: float | None = None
@@ -46,6 +59,8 @@ class SummaryRow:
     draft_acceptance_rate: float | None = None
     ttft_median_ms: float | None = None
     tpot_median_ms: float | None = None
+    itl_median_ms: float | None = None
+    itl_p95_ms: float | None = None
     latency_median_s: float | None = None
     draft_share: float | None = None  # of the time from first to last token; the four add up to 1
     target_share: float | None = None
@@ -54,6 +69,8 @@ class SummaryRow:
     peak_rss_mb: float | None = None  # of the whole process, all methods' models included
     equal_texts: int = 0
     compared_texts: int = 0
+    ties: int = 0  # texts that differ where the target's two best logits are as good as equal
+    bugs: int = 0  # texts that differ where they are not
     best_peer: bool = False  # the fastest speculative setting of the peers on this subset
 
 
@@ -147,16 +164,21 @@ def _summarise_method(subset: str, name: str, rows: Sequence[Row], groups: Mappi
     mine = [row for row in rows if row["method"] == name]
     good = [row for row in mine if "error" not in row]
     rates = spread(_middles(prompts, "output_tps"))
-    result = SummaryRow(subset, name, mine[0]["kind"], len(prompts), len(mine) - len(good))
+    facts = {fact: mine[0][fact] for fact in ("kind", "exactness", "runtime", "dtype", "lossy")}
+    result = SummaryRow(subset, name, **facts, prompts=len(prompts), failures=len(mine) - len(good))
     if rates is not None:
         result.output_tps_median, result.output_tps_p25, result.output_tps_p75 = rates.median, rates.p25, rates.p75
     result.ttft_median_ms = _median(_middles(prompts, "ttft_s"), 1000.0)
     result.tpot_median_ms = _median(_middles(prompts, "tpot_s"), 1000.0)
+    result.itl_median_ms = _median(_middles(prompts, "itl_median_s"), 1000.0)
+    result.itl_p95_ms = _median(_middles(prompts, "itl_p95_s"), 1000.0)
     result.latency_median_s = _median(_middles(prompts, "wall_time"))
     result.peak_rss_mb = max((row["peak_rss_bytes"] for row in good), default=0) / 1e6 or None
     compared = [row for row in good if row["equals_baseline"] is not None]
     result.compared_texts = len(compared)
     result.equal_texts = sum(row["equals_baseline"] for row in compared)
+    result.ties = sum(row["divergence"] == "tie" for row in good)
+    result.bugs = sum(row["divergence"] == "bug" for row in good)
     _add_acceptance(result, [row for row in good if row["repetition"] == 0])
     _add_shares(result, good)
     return result
@@ -174,15 +196,13 @@ def _add_acceptance(result: SummaryRow, rows: Sequence[Row]) -> None:
     counted = [row for row in rows if row["counts"]]
     if counted:
         counts = merge_counts(Counts(**row["counts"]) for row in counted)
-        if counts.num_rounds:
-            result.acceptance_length = 1.0 + counts.num_accepted_draft_tokens / counts.num_rounds
-        if counts.num_draft_tokens:
-            result.draft_acceptance_rate = counts.num_accepted_draft_tokens / counts.num_draft_tokens
+        result.acceptance_length = acceptance_length(counts)
+        result.draft_acceptance_rate = draft_acceptance_rate(counts)
         return
     passes = [row for row in rows if row["decoding_steps"]]
-    steps = sum(row["decoding_steps"] for row in passes)
-    if steps:
-        result.acceptance_length = sum(row["new_tokens"] - row["first_tokens"] for row in passes) / steps
+    result.acceptance_length = pooled(
+        (row["new_tokens"] - row["first_tokens"], row["decoding_steps"]) for row in passes
+    )
 
 
 def _add_shares(result: SummaryRow, rows: Sequence[Row]) -> None:
@@ -224,11 +244,5 @@ def _ratios(mine: Prompts, reference: Prompts) -> list[float]:
 
 def _total_ratio(mine: Prompts, reference: Prompts) -> float | None:
     shared = [key for key in mine if key in reference]
-    rate, base = _total_rate(mine, shared), _total_rate(reference, shared)
+    rate, base = (pooled(prompts[key].decoded for key in shared) for prompts in (mine, reference))
     return rate / base if rate and base else None
-
-
-def _total_rate(prompts: Prompts, keys: Sequence[tuple[Any, ...]]) -> float | None:
-    tokens = sum(prompts[key].decoded[0] for key in keys)
-    seconds = sum(prompts[key].decoded[1] for key in keys)
-    return tokens / seconds if seconds else None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -108,6 +108,13 @@ def _load_recipes(names: Sequence[str], settings: Sequence[str]) -> tuple[dict[s
         label = recipe.name or Path(name).stem
         if label in loaded:
             raise RecipeError(name, f"a second recipe named '{label}'", "names that tell the results apart")
+        if recipe.runtime.batch > 1:
+            raise RecipeError(
+                f"{name}: runtime.batch",
+                f"{recipe.runtime.batch}; prompts are measured one at a time",
+                "1",
+                "add --set runtime.batch=1, or decode the file with `specflow run --data`",
+            )
         loaded[label] = recipe
     first = next(iter(loaded.values()))
     for label, recipe in loaded.items():
@@ -149,23 +156,17 @@ def _check_peers(job: _Job) -> None:
 def _measure(job: _Job, path: Path, resume: bool) -> tuple[RunDirectory, bool]:
     """Load models, open the run directory, measure; and whether the user interrupted it."""
     from specflow.bench import Bench, RunDirectory
+    from specflow.bench.divergence import DivergenceJudge
     from specflow.build import load_target
-    from specflow.measure import Provenance, file_sha256
-    from specflow.recipe import recipe_data
+    from specflow.provenance import Provenance
 
-    settings = {
-        "recipes": {name: recipe_data(recipe, full=True) for name, recipe in job.recipes.items()},
-        "peers": job.peers,
-        "data": {str(path): file_sha256(path) for path in job.data},
-        "rows": [*(row.key for row in job.prompts), *(row.key for row in job.bad)],
-        "plan": asdict(job.plan),
-    }
     target = load_target(job.first.target)
     seeds = range(job.plan.seed, job.plan.seed + len(job.prompts))
     provenance = Provenance.collect(str(target.target.info.device), seeds, job.data)
-    store = RunDirectory(path, settings, provenance, resume)
+    store = RunDirectory(path, _settings(job, target), provenance, resume)
     methods = _methods(job, target)
-    runner = Bench(methods, job.baseline, target.codec.encode_chat, job.plan, store)
+    explain = DivergenceJudge(target.target, job.first.sampling).explain
+    runner = Bench(methods, job.baseline, target.codec.encode_chat, job.plan, store, explain)
     try:
         with _progress(job.plan.num_measurements(job.prompts, len(methods))) as advance:
             runner.run(job.prompts, job.bad, advance)
@@ -176,15 +177,33 @@ def _measure(job: _Job, path: Path, resume: bool) -> tuple[RunDirectory, bool]:
     return store, False
 
 
+def _settings(job: _Job, target: LoadedTarget) -> dict[str, Any]:
+    """Everything that decides what a row measures."""
+    from specflow.bench.methods import target_facts
+    from specflow.files import file_sha256
+    from specflow.recipe import recipe_data
+
+    return {
+        "recipes": {name: recipe_data(recipe, full=True) for name, recipe in job.recipes.items()},
+        "target": target_facts(target.target.info),
+        "peers": job.peers,
+        "data": {str(path): file_sha256(path) for path in job.data},
+        "rows": [*(row.key for row in job.prompts), *(row.key for row in job.bad)],
+        "plan": asdict(job.plan),
+    }
+
+
 def _methods(job: _Job, target: LoadedTarget) -> list[Method]:
     from specflow.bench import EngineMethod
+    from specflow.bench.methods import target_facts
     from specflow.bench.peers import PeerTarget, load_peers
     from specflow.build import build_engine
     from specflow.target.load import resolve_model
 
-    methods: list[Method] = [
-        EngineMethod(name, build_engine(recipe, target), recipe.sampling) for name, recipe in job.recipes.items()
-    ]
+    methods: list[Method] = []
+    for name, recipe in job.recipes.items():
+        facts = {**target_facts(target.target.info), "lossy": recipe.verify.lossy}
+        methods.append(EngineMethod(name, build_engine(recipe, target), recipe.sampling, facts))
     if job.peers:
         info, section = target.target.info, job.first.target
         directory = resolve_model(section.model, section.revision).directory
@@ -220,6 +239,9 @@ def _report(store: RunDirectory, baseline: str, as_json: bool) -> None:
     for row in failures:
         what = " ".join(str(row[name]) for name in ("method", "repetition") if name in row)
         typer.echo(f"failed: {row['file']}:{row['line']} {what}: {row['error']}", err=True)
+    for row in store.rows:
+        if row.get("divergence") == "bug":
+            _warn_of_bug(row)
     if as_json:
         acceptance = [{"subset": subset, "strategy": name, **asdict(rate)} for subset, name, rate in rates]
         report = {"output_dir": str(store.path), "summary": [asdict(row) for row in summary]}
@@ -229,3 +251,14 @@ def _report(store: RunDirectory, baseline: str, as_json: bool) -> None:
         console = Console(width=max(Console().width, LEAST_WIDTH))  # a cut figure is worse than a wrapped line
         console.print(summary_table(summary, baseline))
     typer.echo(f"results in {store.path}", err=True)
+
+
+def _warn_of_bug(row: dict[str, Any]) -> None:
+    margin = row["divergence_margin"]
+    gap = f"logit gap {margin:.3g}" if margin is not None else "one text ends, or a token is impossible"
+    control = f"{row['control_agrees']} of {row['control_scored']} tokens of plain decoding hold in passes of many rows"
+    typer.echo(
+        f"not a near-tie: {row['file']}:{row['line']} {row['method']} differs at token {row['first_divergence']}: "
+        f"{gap}, tolerance {row['divergence_tolerance']:g}; {control}",
+        err=True,
+    )

@@ -29,7 +29,7 @@ class _Shown:
     """One text of the demo. The plain text of the same prompt is its own `plain`."""
 
     prompt: str
-    method: str
+    method: str  # with the word, where its rule is lossy
     made: Outcome
     plain: Outcome
 
@@ -52,6 +52,8 @@ def demo(
     from rich.console import Console
 
     from specflow.bench import PromptRow, read_prompts
+    from specflow.bench.methods import target_facts
+    from specflow.bench.table import label, target_line
     from specflow.build import build_engine, load_target
     from specflow.recipe import load_recipe
 
@@ -60,15 +62,16 @@ def demo(
     recipes = {name: load_recipe(name, settings) for name in RECIPES}
     plain = recipes[RECIPES[0]]
     target = load_target(plain.target)
-    engines = {name: build_engine(recipe, target) for name, recipe in recipes.items()}
+    engines = {label(name, recipe.verify.lossy): build_engine(recipe, target) for name, recipe in recipes.items()}
     prompts = [row for row in read_prompts(PROMPTS) if isinstance(row, PromptRow)]
     _warm_up(engines, prompts[0], plain.sampling)
     shown = [text for row in prompts for text in _show_prompt(console, engines, row, plain.sampling)]
     console.print()
-    console.print(_table(shown))
+    facts = target_facts(target.target.info)
+    console.print(_table(shown, target_line(facts)))
     console.print("one run each; `specflow bench` interleaves, repeats and gives the spread", style="dim")
     if as_json:
-        typer.echo(json.dumps([_row(text) for text in shown], ensure_ascii=False))
+        typer.echo(json.dumps([{**_row(text), **facts} for text in shown], ensure_ascii=False))
 
 
 def _warm_up(engines: dict[str, Engine], row: PromptRow, sampling: Sampling) -> None:
@@ -97,11 +100,13 @@ def _show_prompt(console: Console, engines: dict[str, Engine], row: PromptRow, s
     return shown
 
 
-def _table(shown: list[_Shown]) -> Table:
+def _table(shown: list[_Shown], caption: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    from specflow.bench.table import figure
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     for name in ("prompt", "method"):
         table.add_column(name)
     for name in ("tokens", "tokens/s", "acceptance length", "speed-up", "same text"):
@@ -113,9 +118,9 @@ def _table(shown: list[_Shown]) -> Table:
             text.prompt,
             text.method,
             str(len(text.made.tokens)),
-            _number(text.made.output_tps, 1),
-            _number(text.made.tokens_per_round, 2),
-            _number(text.speedup, 2),
+            figure(text.made.output_tps, 1),
+            figure(text.made.tokens_per_round, 2),
+            figure(text.speedup, 2),
             "" if text.made is text.plain else same,
             end_section=last,
         )
@@ -126,29 +131,18 @@ def _table(shown: list[_Shown]) -> Table:
 
 def _overall(texts: list[_Shown]) -> list[str]:
     """Cells of one method over all prompts: all tokens over all time."""
+    from specflow.bench.table import figure
+    from specflow.measure import pooled
+
     made, plain = [text.made for text in texts], [text.plain for text in texts]
-    rate, base = _total_rate(made), _total_rate(plain)
-    rounds = sum(outcome.rounds or 0 for outcome in made)
+    rate, base = (pooled((each.later_tokens, each.decode_s) for each in outcomes) for outcomes in (made, plain))
     return [
         str(sum(len(outcome.tokens) for outcome in made)),
-        _number(rate, 1),
-        _number(_later(made) / rounds if rounds else None, 2),
-        _number(rate / base if rate and base else None, 2),
+        figure(rate, 1),
+        figure(pooled((outcome.later_tokens, outcome.rounds or 0) for outcome in made), 2),
+        figure(rate / base if rate and base else None, 2),
         "" if made == plain else f"{sum(text.same for text in texts)} of {len(texts)}",
     ]
-
-
-def _later(made: list[Outcome]) -> int:
-    return sum(len(outcome.tokens) - outcome.first_tokens for outcome in made)
-
-
-def _total_rate(made: list[Outcome]) -> float | None:
-    seconds = sum(outcome.decode_s for outcome in made)
-    return _later(made) / seconds if seconds else None
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _row(text: _Shown) -> dict[str, Any]:

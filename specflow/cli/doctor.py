@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from specflow.provenance import cpu_model, package_version, usable_cpus
 
 __all__ = ["diagnose", "doctor"]
 
@@ -33,7 +33,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="machine output 
 
 def diagnose() -> dict[str, Any]:
     """Everything `doctor` shows, as plain values."""
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: package_version(name) for name in _PACKAGES}
     onnx = _onnxruntime()
     missing = [f"{name} is not installed" for name, version in versions.items() if version is None]
     missing += [str(onnx["problem"])] if onnx["problem"] else []
@@ -54,33 +54,13 @@ def diagnose() -> dict[str, Any]:
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _cpu() -> dict[str, Any]:
-    try:
-        usable = len(os.sched_getaffinity(0))
-    except AttributeError:
-        usable = os.cpu_count() or 1
     threads = None
-    if _version("torch"):
+    if package_version("torch"):
         import torch
 
         threads = torch.get_num_threads()
-    return {"name": _cpu_name(), "cores": os.cpu_count(), "usable_cores": usable, "threads": threads}
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.lower().startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return {"name": cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cpus(), "threads": threads}
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -94,7 +74,7 @@ def _devices() -> list[dict[str, Any]]:
             devices.append({"device": f"cuda:{index}", "name": properties.name, "memory_mib": memory})
     if torch.backends.mps.is_available():
         devices.append({"device": "mps", "name": "Apple GPU"})
-    return [*devices, {"device": "cpu", "name": _cpu_name()}]
+    return [*devices, {"device": "cpu", "name": cpu_model()}]
 
 
 def _onnxruntime() -> dict[str, Any]:

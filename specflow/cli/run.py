@@ -15,6 +15,7 @@ from specflow.errors import DataError, SpecFlowError
 
 if TYPE_CHECKING:
     from specflow.engine import Engine
+    from specflow.recipe import Recipe
     from specflow.types import Generation, Sampling
 
 __all__ = ["run"]
@@ -31,11 +32,23 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Where text and figures go."""
+    """Where text and figures go, and what every figure says of its origin."""
 
     as_json: bool
     stream: bool
     rows: Path | None
+    facts: dict[str, Any]  # of the target, and whether the recipe is lossy
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Prompts and what decodes them."""
+
+    engine: Engine
+    sampling: Sampling
+    prompts: list[_Prompt]
+    raw: bool
+    output: _Output
 
 
 def run(
@@ -51,7 +64,8 @@ def run(
 ) -> None:
     """Decode a prompt: text on stdout as it comes, one line of figures on stderr.
 
-    Of `turns` the first one is answered. Exit code 1 if a prompt failed; the others are decoded.
+    Of `turns` the first one is answered. Exit code 1 if a prompt failed; the others are decoded. With runtime.batch
+    above 1 the rows of a file are decoded together, and texts come when all are finished.
     """
     from specflow.recipe import load_recipe
 
@@ -60,22 +74,21 @@ def run(
     from specflow.build import build_engine  # after the checks above, which need no torch
 
     engine = build_engine(loaded)
-    rows = _open_output(output_dir, engine, loaded.sampling.seed, data) if output_dir else None
-    output = _Output(as_json, not no_stream and not as_json, rows)
-    failed = False
-    for each in prompts:
-        try:
-            if each.error:
-                raise DataError(each.id, each.error)
-            if len(prompts) > 1 and not as_json:
-                typer.echo(f"--- {each.id}", err=True)
-            _decode(engine, each, _encode(engine, each, raw), loaded.sampling, output)
-        except SpecFlowError as error:
-            failed = True
-            typer.echo(f"error: {error}", err=True)
-            _emit({"id": each.id, "error": str(error)}, output)
-    if failed:
+    facts = _facts(engine, loaded)
+    rows = _open_output(output_dir, loaded, facts, data) if output_dir else None
+    together = loaded.runtime.batch > 1 and len(prompts) > 1
+    output = _Output(as_json, not (no_stream or as_json or together), rows, facts)
+    job = _Job(engine, loaded.sampling, prompts, raw, output)
+    results = _decode_together(job) if together else _decode_in_turn(job)
+    failures = sum(not _report(job, *each) for each in zip(prompts, results, strict=True))
+    if failures:
         raise typer.Exit(1)
+
+
+def _facts(engine: Engine, recipe: Recipe) -> dict[str, Any]:
+    from specflow.bench.methods import target_facts
+
+    return {**target_facts(engine.target.info), "lossy": recipe.verify.lossy}
 
 
 def _prompts(prompt: str | None, data: Path | None, raw: bool) -> list[_Prompt]:
@@ -99,26 +112,75 @@ def _rows(data: Path, raw: bool) -> Iterator[_Prompt]:
             yield _Prompt(row.id, tuple(row.messages(0, ())))
 
 
-def _encode(engine: Engine, prompt: _Prompt, raw: bool) -> Sequence[int]:
+def _encode(job: _Job, prompt: _Prompt) -> Sequence[int]:
+    if prompt.error:
+        raise DataError(prompt.id, prompt.error)
     text = prompt.messages[-1]["content"]
     if not text.strip():
         raise DataError(prompt.id, "an empty prompt", "at least one character that is not blank")
-    return engine.codec.encode(text) if raw else engine.codec.encode_chat(prompt.messages)
+    return job.engine.codec.encode(text) if job.raw else job.engine.codec.encode_chat(prompt.messages)
 
 
-def _decode(engine: Engine, prompt: _Prompt, ids: Sequence[int], sampling: Sampling, output: _Output) -> None:
+def _decode_in_turn(job: _Job) -> Iterator[Generation | SpecFlowError]:
+    """Results as they come, one prompt at a time; text is shown while it grows."""
+
     def show(_: int, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    (made,) = engine.generate([ids], sampling, show if output.stream else None)
+    for prompt in job.prompts:
+        try:
+            ids = _encode(job, prompt)
+            _announce(job, prompt)
+            (made,) = job.engine.generate([ids], job.sampling, show if job.output.stream else None)
+            yield made
+        except SpecFlowError as error:
+            yield error
+
+
+def _decode_together(job: _Job) -> Iterator[Generation | SpecFlowError]:
+    """Results of one call that fills the batch. What would refuse the whole call is found first, row by row."""
+    from specflow.request import make_requests
+
+    ready: dict[int, Sequence[int]] = {}
+    results: dict[int, Generation | SpecFlowError] = {}
+    for index, prompt in enumerate(job.prompts):
+        try:
+            ids = _encode(job, prompt)
+            make_requests([ids], job.sampling)[0].check(job.engine.target.info.vocab_size, job.engine.context_length)
+            ready[index] = ids
+        except SpecFlowError as error:
+            results[index] = error
+    try:
+        results.update(zip(ready, job.engine.generate(list(ready.values()), job.sampling), strict=True))
+    except SpecFlowError as error:
+        results.update(dict.fromkeys(ready, error))
+    for index, prompt in enumerate(job.prompts):
+        if index in ready:
+            _announce(job, prompt)
+        yield results[index]
+
+
+def _announce(job: _Job, prompt: _Prompt) -> None:
+    if len(job.prompts) > 1 and not job.output.as_json:
+        typer.echo(f"--- {prompt.id}", err=True)
+
+
+def _report(job: _Job, prompt: _Prompt, result: Generation | SpecFlowError) -> bool:
+    """Print and keep one result; whether it is one."""
+    output = job.output
+    if isinstance(result, SpecFlowError):
+        typer.echo(f"error: {result}", err=True)
+        _emit({"id": prompt.id, "error": str(result)}, output)
+        return False
     if not output.as_json:
-        typer.echo("" if output.stream else made.text)
-        typer.echo(_figures(made), err=True)
-    _emit(_row(prompt.id, made), output)
+        typer.echo("" if output.stream else result.text)
+        typer.echo(_figures(result, output.facts), err=True)
+    _emit({**_row(prompt.id, result), **output.facts}, output)
+    return True
 
 
-def _figures(made: Generation) -> str:
+def _figures(made: Generation, facts: dict[str, Any]) -> str:
     from specflow.bench.methods import outcome_of
     from specflow.measure import metrics
 
@@ -131,6 +193,7 @@ def _figures(made: Generation) -> str:
         parts.append(f"acceptance length {figures['mean_acceptance_length']:.2f}")
     if figures["draft_acceptance_rate"] is not None:
         parts.append(f"{100 * figures['draft_acceptance_rate']:.0f} % of {figures['num_draft_tokens']} drafts accepted")
+    parts += [f"{facts['exactness']} in {facts['dtype']}", *(["lossy"] if facts["lossy"] else [])]
     return " · ".join([*parts, f"seed {made.seed}"])
 
 
@@ -153,23 +216,21 @@ def _row(name: str, made: Generation) -> dict[str, Any]:
     }
 
 
-def _open_output(path: Path, engine: Engine, seed: int | None, data: Path | None) -> Path:
-    from specflow.measure import Provenance, write_json_atomic
+def _open_output(path: Path, recipe: Recipe, facts: dict[str, Any], data: Path | None) -> Path:
+    from specflow.files import claim_directory, write_json_atomic
+    from specflow.provenance import Provenance
+    from specflow.recipe import recipe_data
 
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise DataError(str(path), "holds files already; output is never overwritten", "a new or empty directory")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(str(path), f"cannot create: {error.strerror or error}", "a writable directory") from error
-    device = str(engine.target.info.device)
-    provenance = Provenance.collect(device, [] if seed is None else [seed], [data] if data else [])
-    write_json_atomic(path / "manifest.json", asdict(provenance))
+    claim_directory(path)
+    seed = recipe.sampling.seed
+    provenance = Provenance.collect(facts["device"], [] if seed is None else [seed], [data] if data else [])
+    manifest = {"recipe": recipe_data(recipe, full=True), "target": facts, **asdict(provenance)}
+    write_json_atomic(path / "manifest.json", manifest)
     return path / "generations.jsonl"
 
 
 def _emit(row: dict[str, Any], output: _Output) -> None:
-    from specflow.measure import append_jsonl
+    from specflow.files import append_jsonl
 
     if output.as_json:
         typer.echo(json.dumps(row, ensure_ascii=False))

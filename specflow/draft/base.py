@@ -47,10 +47,6 @@ class Drafter(Protocol):
     @property
     def needs(self) -> Needs: ...
 
-    @property
-    def gives_probs(self) -> bool:
-        """True where blocks carry the law their tokens were sampled from (not one-hot)."""
-
     def reset(self, batch: int) -> None:
         """Forget all requests; the next ones use rows 0 .. batch - 1."""
 

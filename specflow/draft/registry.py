@@ -38,11 +38,12 @@ class SourceInfo:
         offers: What a dependency may read from it: "tokens" (a continuation to copy), "logits" (of the next position,
             one step at a time), "marginals" (of all positions of the block at once), "match_lengths" (how much text a
             continuation rests on).
-        gives_probs: Blocks carry the law their tokens were sampled from.
-        point_mass: Tokens follow from the context alone, so their law is one-hot.
+        law: "point" where tokens follow from their prefix, so that their law is one-hot; "sampled" where blocks carry
+            the law their tokens were sampled from; "unknown" where they cannot.
         reads: What it learns from a commit: "tokens", and "features" where it drafts from target features
             (a config field `taps` then names the layers).
         confidence_from: What the confidence of a node depends on, as in `DraftBlock`; None where it has none.
+        remembers: Name of a yes-or-no option with which drafts depend on earlier requests; None where none has that.
         methods: Preset name (`draft.method`) -> options it stands for; without any, the source's name is the preset.
     """
 
@@ -51,10 +52,10 @@ class SourceInfo:
     dependency: tuple[str, ...]
     build: Callable[[Any, SourceContext], Drafter]
     offers: tuple[str, ...] = ("tokens",)
-    gives_probs: bool = False
-    point_mass: bool = True
+    law: Literal["point", "sampled", "unknown"] = "point"
     reads: tuple[Literal["tokens", "features"], ...] = ("tokens",)
     confidence_from: Literal["context", "prefix", "self"] | None = None
+    remembers: str | None = None
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def presets(self) -> dict[str, dict[str, Any]]:

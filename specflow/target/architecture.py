@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specflow.draft.nn.rope import ROPE_KINDS, rope_kind
 from specflow.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["NATIVE_FAMILIES", "Architecture", "recurrent_reason"]
+__all__ = ["NATIVE_FAMILIES", "SLIDING", "Architecture", "attention_kinds", "native_refusal", "recurrent_reason"]
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """`model_type` values whose decoder the native target reproduces."""
+
+_FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers, as configurations name them."""
 
 _RECURRENT_MARKS = ("mamba", "rwkv", "recurrent", "linear_attention", "gated_delta", "conv", "hybrid")
 
@@ -40,26 +44,18 @@ class Architecture:
         """Read a configuration.
 
         Raises:
-            ModelError: The family or its activation is not one the native decoder computes.
+            ModelError: The native decoder does not compute this model.
         """
-        if config.model_type not in NATIVE_FAMILIES or getattr(config, "hidden_act", "silu") != "silu":
+        if reason := native_refusal(config):
             raise ModelError(
                 "target.implementation",
-                f"native does not compute model_type {config.model_type!r} with {getattr(config, 'hidden_act', '?')!r}",
-                f"one of {', '.join(NATIVE_FAMILIES)} with silu",
+                f"native does not compute {reason}",
+                f"one of {', '.join(NATIVE_FAMILIES)} with silu and rope_type {', '.join(ROPE_KINDS)}",
                 "use implementation: transformers (auto chooses it)",
             )
         layers = config.num_hidden_layers
-        window = getattr(config, "sliding_window", None)
-        if not getattr(config, "use_sliding_window", True):
-            window = None
-        kinds = getattr(config, "layer_types", None)
-        if window is None:
-            windowed = (False,) * layers
-        elif kinds is None:
-            windowed = (True,) * layers
-        else:
-            windowed = tuple(kind == "sliding_attention" for kind in kinds)
+        kinds, window = attention_kinds(config)
+        windowed = tuple(kind == SLIDING for kind in kinds)
         rotary = getattr(config, "no_rope_layers", None) or (1,) * layers
         return cls(
             hidden_size=config.hidden_size,
@@ -75,6 +71,36 @@ class Architecture:
             rotary=tuple(bool(flag) for flag in rotary),
             tied=bool(config.tie_word_embeddings),
         )
+
+
+def native_refusal(config: PretrainedConfig) -> str:
+    """What of a model the native decoder does not compute; empty where it computes all."""
+    if config.model_type not in NATIVE_FAMILIES:
+        return f"model_type {config.model_type!r}"
+    activation = getattr(config, "hidden_act", "silu")
+    if activation != "silu":
+        return f"activation {activation!r}"
+    kind = rope_kind(config)
+    return "" if kind in ROPE_KINDS else f"rope_type {kind!r}"
+
+
+def attention_kinds(config: PretrainedConfig) -> tuple[tuple[str, ...], int | None]:
+    """What each layer may see, and the sliding window.
+
+    Raises:
+        ModelError: A kind of layer whose mask is not known here.
+    """
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    if kinds is None:
+        kinds = [_FULL if window is None else SLIDING] * config.num_hidden_layers
+    unknown = sorted({str(kind) for kind in kinds} - {_FULL, SLIDING})
+    if unknown or (SLIDING in kinds and window is None):
+        found = f"layers of kind {', '.join(unknown)}" if unknown else f"{SLIDING} layers without a sliding_window"
+        raise ModelError("target.model", found, f"{_FULL} or {SLIDING} with its window")
+    return tuple(kinds), window
 
 
 def recurrent_reason(config: PretrainedConfig) -> str:

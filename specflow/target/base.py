@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from specflow.types import Skip, TargetOutput
 
-__all__ = ["Cache", "Exactness", "Target", "TargetInfo"]
+__all__ = ["Cache", "Exactness", "Target", "TargetInfo", "TargetOptions"]
 
 Exactness = Literal["bit-exact", "tie-exact"]
 
@@ -31,6 +31,18 @@ class TargetInfo:
     device: torch.device
     runtime: str  # "native", "transformers", ...
     exactness: Exactness  # "bit-exact": a row of a pass has the same bits for any number of rows
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """How to run a model that is already known."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    stop_ids: tuple[int, ...] = ()
+    row_invariant: bool | None = None
+    """None: where a probe of these weights finds it to hold. True: refuse where it does not."""
 
 
 class Cache(Protocol):

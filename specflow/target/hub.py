@@ -28,8 +28,11 @@ class HubModel:
     size: int  # bytes
 
 
-def fetch_snapshot(name: str, revision: str | None) -> Path:
+def fetch_snapshot(name: str, revision: str | None, with_code: bool = False) -> Path:
     """The directory of a hub model, downloaded if it is not cached.
+
+    Args:
+        with_code: Fetch Python files too; whoever loads the model may then run them.
 
     Raises:
         ModelError: It does not exist, is not accessible, or cannot be reached.
@@ -40,8 +43,9 @@ def fetch_snapshot(name: str, revision: str | None) -> Path:
     quiet = not sys.stderr.isatty() and not are_progress_bars_disabled()
     if quiet:
         disable_progress_bars()
+    wanted = [*_WANTED, "*.py"] if with_code else _WANTED
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED))
     except Exception as error:
         # The client raises its own, its HTTP library's and the system's errors; all of them mean "no model".
         raise _explain(name, revision, error) from error

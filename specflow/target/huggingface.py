@@ -21,8 +21,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from specflow.draft.nn.attention import plan_attention
 from specflow.errors import CheckpointError, ModelError
-from specflow.target.architecture import recurrent_reason
-from specflow.target.base import Cache, TargetInfo
+from specflow.target.architecture import SLIDING, attention_kinds, recurrent_reason
+from specflow.target.base import Cache, TargetInfo, TargetOptions
 from specflow.target.cache import KVCache
 from specflow.target.stack import DecoderStack
 from specflow.types import Skip, TargetOutput
@@ -30,13 +30,11 @@ from specflow.types import Skip, TargetOutput
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from specflow.target.transformer import NativeOptions
 
 __all__ = ["HuggingFaceTarget", "load_huggingface"]
 
 log = logging.getLogger(__name__)
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _CACHE_NAMES = ("cache", "past_key_values")
 """What models call the cache argument: transformers renamed it in 5.24."""
 
@@ -44,16 +42,16 @@ _CACHE_NAMES = ("cache", "past_key_values")
 class HuggingFaceTarget:
     """A `transformers` causal language model behind the `Target` protocol. Not re-entrant: hooks are set for a pass."""
 
-    def __init__(self, model: PreTrainedModel, options: NativeOptions) -> None:
+    def __init__(self, model: PreTrainedModel, options: TargetOptions) -> None:
         """Take over a loaded model, already on its device and in its dtype.
 
         Raises:
-            ModelError: Its state cannot be rolled back, or it does not honour explicit masks, positions and caches.
+            ModelError: It does not honour explicit masks, positions and caches.
         """
         config = model.config.get_text_config(decoder=True)
-        _refuse(config, options)
         self._model: nn.Module = model.train(False).requires_grad_(False)
-        self._kinds, self._window = _attention_kinds(config)
+        kinds, window = attention_kinds(config)
+        self._windows = {kind: window if kind == SLIDING else None for kind in kinds}
         self._cache_name, self._cuts_logits = _read_signature(model)
         self._options, self._num_layers = options, config.num_hidden_layers
         logits = self._study()
@@ -116,10 +114,10 @@ class HuggingFaceTarget:
 
     def _masks(self, lengths: Sequence[int], positions: Tensor, mask: Tensor | None) -> Tensor | dict[str, Tensor]:
         """Additive masks over committed and new slots: one, or one for each kind of layer.  # [B, 1, M, S]"""
-        masks = {}
-        for kind in sorted(set(self._kinds)):
-            window = self._window if kind == _SLIDING else None
-            masks[kind] = plan_attention(lengths, positions, mask, window, False, self._options.dtype).biases[0]
+        masks = {
+            kind: plan_attention(lengths, positions, mask, window, False, self._options.dtype).biases[0]
+            for kind, window in self._windows.items()
+        }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     @torch.no_grad()
@@ -233,11 +231,11 @@ class _Recorder(_Layer):  # type: ignore[no-untyped-call]
         return key_states, value_states
 
 
-def load_huggingface(directory: Path, options: NativeOptions, trust_remote_code: bool = False) -> HuggingFaceTarget:
+def load_huggingface(directory: Path, options: TargetOptions, trust_remote_code: bool = False) -> HuggingFaceTarget:
     """Load a model directory as a target.
 
     Raises:
-        ModelError: transformers cannot load it, or the adapter cannot serve it.
+        ModelError: Its state cannot be rolled back, transformers cannot load it, or the adapter cannot serve it.
         CheckpointError: The weight files lack tensors of the model, or hold them in another shape.
     """
     local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
@@ -261,7 +259,7 @@ def load_huggingface(directory: Path, options: NativeOptions, trust_remote_code:
     return HuggingFaceTarget(model.to(options.device), options)
 
 
-def _refuse(config: PretrainedConfig, options: NativeOptions) -> None:
+def _refuse(config: PretrainedConfig, options: TargetOptions) -> None:
     if reason := recurrent_reason(config):
         raise _not_served(options, reason)
     if options.row_invariant:
@@ -273,32 +271,13 @@ def _refuse(config: PretrainedConfig, options: NativeOptions) -> None:
         )
 
 
-def _not_served(options: NativeOptions, reason: str) -> ModelError:
+def _not_served(options: TargetOptions, reason: str) -> ModelError:
     return ModelError(
         options.name,
         reason,
         "an attention-only causal language model that honours explicit masks, positions and a cache",
         "choose another model; this one can only be decoded by the package that made it",
     )
-
-
-def _attention_kinds(config: PretrainedConfig) -> tuple[tuple[str, ...], int | None]:
-    """What each layer may see, and the sliding window.
-
-    Raises:
-        ModelError: A kind of layer whose mask is not known here.
-    """
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    if kinds is None:
-        kinds = [_FULL if window is None else _SLIDING] * config.num_hidden_layers
-    unknown = sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING})
-    if unknown or (_SLIDING in kinds and window is None):
-        found = f"layers of kind {', '.join(unknown)}" if unknown else f"{_SLIDING} layers without a sliding_window"
-        raise ModelError("target.model", found, f"{_FULL} or {_SLIDING} with its window")
-    return tuple(kinds), window
 
 
 def _read_signature(model: PreTrainedModel) -> tuple[str, bool]:

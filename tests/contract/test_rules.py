@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specflow.errors import GraphError
 from specflow.law import Dense, PointMass
-from specflow.sampling import BatchSampler, RoundNoise, TargetLaw, draw_tokens
+from specflow.noise import RoundNoise
+from specflow.rules import RULE_INFOS
+from specflow.sampling import BatchSampler, TargetLaw, draw_tokens
 from specflow.tree import chain, from_parents
 from specflow.types import PAD, DraftBlock, Sampling, Topology, Verdict
 from specflow.verify import RULES, Match, Rule
@@ -73,7 +76,7 @@ def check_layout(verdict: Verdict, block: DraftBlock) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_verdicts_are_laid_out_as_promised(rule: Rule, dtype: torch.dtype, temperature: float) -> None:
     for seed in range(20):
-        shapes = [chain(NODES, CPU), from_parents(TREE)] if rule.trees else [chain(NODES, CPU)]
+        shapes = [chain(NODES, CPU), from_parents(TREE)] if RULE_INFOS[rule.name].trees else [chain(NODES, CPU)]
         for topology in shapes:
             block = sampled_block(seed, topology=topology)
             law = law_of(logits_for(seed + 50, dtype=dtype), Sampling(temperature=temperature), block)
@@ -85,11 +88,39 @@ def test_a_rule_is_registered_under_its_name(rule: Rule) -> None:
     assert isinstance(rule, RULES[rule.name])  # type: ignore[arg-type]
 
 
+def test_every_rule_of_recipes_exists_and_takes_its_options() -> None:
+    assert set(RULES) == set(RULE_INFOS)
+    for name, info in RULE_INFOS.items():
+        assert RULES[name](**info.config().model_dump()).name == name
+
+
+def doubted(block: DraftBlock, **facts: Any) -> DraftBlock:
+    return replace(block, confidence=torch.ones(block.tokens.shape), **facts)
+
+
+@rules
+def test_a_block_shaped_by_its_own_sampled_tokens_is_refused_or_does_no_harm(rule: Rule) -> None:
+    block, even = sampled_block(0), sampled_block(0, lengths=[NODES] * BATCH)
+    law = law_of(logits_for(0), Sampling(temperature=1.0), block)
+    copied = replace(block, law=PointMass(block.tokens, VOCAB))
+    fine = [doubted(block), doubted(block, confidence_from="prefix"), doubted(even, confidence_from="self")]
+    fine.append(replace(copied, structure_from="sampled"))
+    for harmless in (*fine, doubted(copied, confidence_from="self")):
+        rule.verify(harmless, law, noise_for())
+    for harmful in (doubted(block, confidence_from="self"), replace(block, structure_from="sampled")):
+        if RULE_INFOS[rule.name].needs_law:
+            with pytest.raises(GraphError, match="its own sampled tokens"):
+                rule.verify(harmful, law, noise_for())
+            RULES[rule.name](lossless=False).verify(harmful, law, noise_for())
+        else:
+            rule.verify(harmful, law, noise_for())
+
+
 @rules
 def test_trees_are_taken_or_refused_with_the_reason(rule: Rule) -> None:
     block = sampled_block(0, topology=from_parents(TREE))
     law = law_of(logits_for(0), Sampling(temperature=1.0), block)
-    if rule.trees:
+    if RULE_INFOS[rule.name].trees:
         check_layout(rule.verify(block, law, noise_for()), block)
     else:
         with pytest.raises(GraphError, match="tree"):
@@ -135,7 +166,7 @@ def test_at_temperature_zero_lossless_rules_are_the_match_rule(rule: Rule) -> No
         block = DraftBlock(tokens, LENGTHS, block.topology, Dense(tokens, block.law.probs))  # type: ignore[attr-defined]
         law = law_of(logits, Sampling(), block)
         verdict, expected = rule.verify(block, law, noise_for()), Match().verify(block, law, noise_for())
-        if rule.lossless:
+        if not RULE_INFOS[rule.name].lossy:
             assert verdict.tokens.equal(expected.tokens)
         accepted += int(verdict.accepted.sum())
     assert accepted > 0

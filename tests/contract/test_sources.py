@@ -86,7 +86,7 @@ def test_a_source_says_what_recipes_and_graph_need(info: SourceInfo) -> None:
         assert DEPENDENCIES[name].reads in info.offers
     for options in info.presets().values():
         info.config(**options)
-    assert not (info.gives_probs and info.point_mass)
+    assert info.remembers is None or info.remembers in info.config.model_fields
 
 
 def test_sources_are_found_without_torch() -> None:
@@ -105,7 +105,6 @@ def test_blocks_are_well_formed_and_within_budget(info: SourceInfo, options: dic
     rng = random.Random(1)
     texts = [text(rng, 30), text(rng, 2), [5] * 6]
     drafter = built(info, options, texts)
-    assert drafter.gives_probs == info.gives_probs
     drafted = 0
     for _ in range(40):
         budget = [rng.randint(0, K) for _ in texts]
@@ -119,7 +118,7 @@ def test_blocks_are_well_formed_and_within_budget(info: SourceInfo, options: dic
                 assert length <= most
                 assert all(0 <= token < VOCAB for token in ids[:length])
                 assert ids[length:] == [PAD] * (block.num_nodes - length)
-            assert block.law.is_point == info.point_mass
+            assert block.law.is_point == (info.law == "point")
             assert block.law.prob().shape == block.tokens.shape
             drafted += sum(block.lengths)
         commit(drafter, texts, [text(rng, rng.randint(1, 3)) for _ in texts])

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specflow.law import Dense, PointMass, Reduced, Sparse
-from specflow.sampling import RoundNoise, TargetLaw, draw_tokens
+from specflow.law import Dense, DraftVocabulary, PointMass, Reduced, Sparse
+from specflow.noise import RoundNoise
+from specflow.sampling import TargetLaw, draw_tokens
 from specflow.tree import chain, valid_nodes
 from specflow.types import PAD, DraftBlock, Law
 from specflow.verify import BlockRule, Rejection, block_odds, residual, token_odds
@@ -23,7 +24,7 @@ from specflow.verify import BlockRule, Rejection, block_odds, residual, token_od
 VOCAB, GAMMA = 3, 3
 CPU = torch.device("cpu")
 KINDS = ("dense", "point", "reduced", "sparse")
-Outcome = tuple[Tensor, Tensor]  # P(a) [B, N + 1], left [B, N, V]
+Outcome = tuple[Tensor, Tensor]  # P(a) [B, N + 1], factors of p in the residuals [B, N]
 
 
 class Models:
@@ -61,7 +62,7 @@ class Models:
             return Dense(tokens, q)
         ids = torch.tensor([2, 0])
         if self.kind == "reduced":
-            return Reduced(tokens, q[..., ids], ids, VOCAB)
+            return Reduced(tokens, q[..., ids], DraftVocabulary(ids, VOCAB))
         return Sparse(tokens, ids.expand(*tokens.shape, 2), q[..., ids], VOCAB)
 
     def block(self, lengths: Tensor, q: Tensor | None = None) -> DraftBlock:
@@ -88,14 +89,14 @@ class Models:
 def token_outcome(block: DraftBlock, p: Tensor) -> Outcome:
     h = chance(*token_odds(block, p)) * valid_nodes(block)
     passed = torch.cat((torch.ones_like(h[:, :1]), h.cumprod(1)), 1)
-    return passed - torch.cat((passed[:, 1:], torch.zeros_like(h[:, :1])), 1), block.law.excess(p[:, :-1])
+    return passed - torch.cat((passed[:, 1:], torch.zeros_like(h[:, :1])), 1), torch.ones_like(h)
 
 
 def block_outcome(block: DraftBlock, p: Tensor) -> Outcome:
-    bar, weight, left = block_odds(block, p)
+    bar, weight, reach = block_odds(block, p)
     h = torch.cat((torch.ones(len(p), 1, dtype=p.dtype), chance(bar, weight) * valid_nodes(block)), 1)
     later_fail = (1 - h).flip(1).cumprod(1).flip(1)[:, 1:]
-    return h * torch.cat((later_fail, torch.ones_like(h[:, :1])), 1), left
+    return h * torch.cat((later_fail, torch.ones_like(h[:, :1])), 1), reach
 
 
 def chance(bar: Tensor, weight: Tensor) -> Tensor:
@@ -107,12 +108,12 @@ RULES_BY_NAME: dict[str, Callable[[DraftBlock, Tensor], Outcome]] = {"rejection"
 
 def law_error(models: Models, block: DraftBlock, outcome: Outcome) -> float:
     """Largest error of the joint law of gamma + 1 tokens, all drafts weighed and all texts completed."""
-    reached, left = outcome
+    reached, reach = outcome
     gamma, rows = models.gamma, models.target_rows
     mass = [torch.zeros(VOCAB**length, dtype=torch.float64) for length in range(gamma + 2)]
     for accepted in range(gamma + 1):
         weight = models.weights() * reached[:, accepted]
-        over, _ = residual(block, rows, left, torch.full((len(rows),), accepted))
+        over, _ = residual(block, rows, reach, torch.full((len(rows),), accepted))
         following = over / over.sum(1, keepdim=True)
         for token in range(VOCAB):
             share = torch.where(weight > 0, weight * following[:, token], 0.0)
@@ -183,15 +184,15 @@ def test_control_block_acceptance_with_the_token_rules_residual_is_biased() -> N
     models = Models(4)
     block = models.block(models.fixed(GAMMA))
     reached, _ = block_outcome(block, models.target_rows)
-    assert law_error(models, block, (reached, block.law.excess(models.target_rows[:, :-1]))) > 1e-3
+    assert law_error(models, block, (reached, torch.ones_like(reached[:, 1:]))) > 1e-3
 
 
 def test_control_block_acceptance_that_stops_at_the_first_refusal_is_biased() -> None:
     models = Models(4)
     block = models.block(models.fixed(GAMMA))
-    bar, weight, left = block_odds(block, models.target_rows)
+    bar, weight, reach = block_odds(block, models.target_rows)
     passed = torch.cat((torch.ones_like(bar[:, :1]), chance(bar, weight).cumprod(1), torch.zeros_like(bar[:, :1])), 1)
-    assert law_error(models, block, (passed[:, :-1] - passed[:, 1:], left)) > 1e-3
+    assert law_error(models, block, (passed[:, :-1] - passed[:, 1:], reach)) > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,8 +217,12 @@ class GivenNoise(RoundNoise):
         assert stream == "accept"
         return self._accept
 
+    def once(self, stream: str) -> Tensor:
+        assert stream == "residual"
+        return self._following
+
     def rows(self, stream: str, topology: object) -> Tensor:
-        assert stream in ("residual", "target")
+        assert stream == "target"
         return self._following.unsqueeze(1).expand(-1, self._accept.shape[1] + 1)
 
 
@@ -229,7 +234,7 @@ def test_rules_decide_with_these_probabilities(rule: Rejection | BlockRule, name
     middle = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
     points = torch.cartesian_prod(middle, middle, middle)
     every = models.block(models.fixed(2))
-    reached, left = RULES_BY_NAME[name](every, models.target_rows)
+    reached, reach = RULES_BY_NAME[name](every, models.target_rows)
     for row in models.weights().topk(chosen).indices.tolist():
         if models.weights()[row] == 0:
             continue
@@ -243,7 +248,7 @@ def test_rules_decide_with_these_probabilities(rule: Rejection | BlockRule, name
         for accepted in range(3):
             hit = verdict.accepted == accepted
             assert float(hit.double().mean()) == pytest.approx(float(reached[row, accepted]), abs=2.5 / grid)
-            over, _ = residual(every, models.target_rows, left, torch.full((len(every.tokens),), accepted))
+            over, _ = residual(every, models.target_rows, reach, torch.full((len(every.tokens),), accepted))
             if hit.any():
                 expected = draw_tokens(over[row].expand(int(hit.sum()), -1), points[hit, 2])
                 assert verdict.tokens[hit, accepted].equal(expected)

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specflow.draft.nn.linear import packed_status
+from specflow.target.base import TargetOptions
 from specflow.target.load import load_tokenizer, read_tensors, resolve_model
 from specflow.target.store import ModelFiles
-from specflow.target.transformer import NativeOptions, NativeTarget
+from specflow.target.transformer import NativeTarget
 
 NUM_TOKENS = 256
 MOST = 33
@@ -70,7 +71,7 @@ def bfloat16(files: ModelFiles) -> NativeTarget:
 
 def load_native(files: ModelFiles, dtype: torch.dtype) -> NativeTarget:
     config = AutoConfig.from_pretrained(files.directory, local_files_only=True)
-    return NativeTarget(config, read_tensors(files.directory), NativeOptions(files.name, dtype, CPU, (2,)))
+    return NativeTarget(config, read_tensors(files.directory), TargetOptions(files.name, dtype, CPU, (2,)))
 
 
 def test_native_logits_equal_transformers(files: ModelFiles, tokens: Tensor, plain: Tensor) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from specflow.bench import (
+    Ask,
     BadRow,
     Bench,
     EngineMethod,
@@ -20,16 +22,16 @@ from specflow.bench import (
     Outcome,
     Plan,
     PromptRow,
-    Request,
     RunDirectory,
     acceptance_rows,
     summarise,
 )
-from specflow.bench.runner import first_divergence, rotated
+from specflow.bench.methods import Kind, first_divergence
+from specflow.bench.runner import Explain, rotated
 from specflow.bench.summary import acceptance_csv, summary_csv
 from specflow.bench.table import summary_table
 from specflow.errors import DataError, RequestError
-from specflow.measure import Provenance
+from specflow.provenance import Provenance
 from specflow.types import Counts, Generation, Sampling, Timings
 
 SETTINGS = {"recipes": {"vanilla": {}, "fast": {}}}
@@ -41,19 +43,28 @@ class Fake:
 
     name: str
     tps: float = 10.0
-    kind: Literal["recipe", "peer plain", "peer speculative"] = "recipe"
+    kind: Kind = "recipe"
     wrong_from: int | None = None
     fails_on: int | None = None
     interrupts_at: int | None = None
-    calls: list[Request] = field(default_factory=list)
+    fails_at: int | None = None
+    lossy: bool = False
+    calls: list[Ask] = field(default_factory=list)
 
-    def generate(self, request: Request) -> Outcome:
-        self.calls.append(request)
+    @property
+    def facts(self) -> dict[str, Any]:
+        exactness = "tie-exact" if self.kind == "recipe" else None
+        return {"exactness": exactness, "runtime": "native", "dtype": "float32", "device": "cpu", "lossy": self.lossy}
+
+    def generate(self, ask: Ask) -> Outcome:
+        self.calls.append(ask)
+        if len(self.calls) == self.fails_at:
+            raise RequestError("prompt", "not now")
         if len(self.calls) == self.interrupts_at:
             raise KeyboardInterrupt
-        if request.prompt[0] == self.fails_on:
+        if ask.prompt[0] == self.fails_on:
             raise RequestError("prompt", "too long")
-        tokens = list(range(request.prompt[0], request.prompt[0] + request.max_new_tokens))
+        tokens = list(range(ask.prompt[0], ask.prompt[0] + ask.max_new_tokens))
         if self.wrong_from is not None:
             tokens[self.wrong_from :] = [-token for token in tokens[self.wrong_from :]]
         later = len(tokens) - 1
@@ -61,7 +72,8 @@ class Fake:
         spans = Timings(draft_s=0.1 * later / self.tps, target_s=0.8 * later / self.tps, decode_s=later / self.tps)
         timings = spans if self.kind == "recipe" else None
         text = " ".join(map(str, tokens))
-        return Outcome(tuple(tokens), text, "length", 1, 0.5, later / self.tps, later, counts, timings)
+        came = (0.5, 0.6, 0.8, 1.2)
+        return Outcome(tuple(tokens), text, "length", 1, 0.5, later / self.tps, later, counts, timings, came)
 
 
 def prompt(line: int, *turns: str, category: str = "talk") -> PromptRow:
@@ -134,6 +146,73 @@ def test_first_divergence(tokens: list[int], expected: int | None) -> None:
     assert first_divergence(tokens, [1, 2, 3]) == expected
 
 
+def test_only_a_lossless_recipe_must_explain_itself_and_the_row_keeps_the_reason(tmp_path: Path) -> None:
+    asked: list[tuple[Ask, list[int], list[int]]] = []
+
+    def explain(ask: Ask, tokens: Sequence[int], reference: Sequence[int]) -> dict[str, Any]:
+        asked.append((ask, list(tokens), list(reference)))
+        return {"divergence": "tie", "divergence_margin": 0.1}
+
+    store = open_run(tmp_path / "run")
+    methods: list[Method] = [
+        Fake("vanilla"),
+        Fake("wrong", wrong_from=2),
+        Fake("typical", wrong_from=0, lossy=True),
+        Fake("peer", kind="peer plain", wrong_from=1),
+    ]
+    plan = Plan(max_new_tokens=4, repeat=1, warmup=0, seed=3)
+    checked: Explain = explain
+    Bench(methods, "vanilla", encode, plan, store, checked).run([prompt(5)], [], lambda _: None)
+    assert asked == [(Ask((5,), 4, False, 3), [5, 6, -7, -8], [5, 6, 7, 8])]
+    rows = {row["method"]: row for row in written(store)}
+    assert {name: row["divergence"] for name, row in rows.items()} == {
+        "vanilla": None,
+        "wrong": "tie",
+        "typical": None,
+        "peer": None,
+    }
+    assert rows["wrong"]["divergence_margin"] == 0.1
+    overall = {row.strategy: row for row in summarise(store.rows, "vanilla") if row.subset == "overall"}
+    assert (overall["wrong"].ties, overall["wrong"].bugs) == (1, 0)
+
+
+def test_every_row_says_how_exact_it_is_and_the_table_says_so_too(tmp_path: Path) -> None:
+    store = open_run(tmp_path / "run")
+    methods: list[Method] = [Fake("vanilla"), Fake("typical", fails_on=2, lossy=True), Fake("peer", kind="peer plain")]
+    measure(store, methods, [prompt(1), prompt(2)])
+    assert {(row["method"], row["exactness"], row["lossy"]) for row in written(store)} == {
+        ("vanilla", "tie-exact", False),
+        ("typical", "tie-exact", True),
+        ("peer", None, False),
+    }
+    summary = summarise(store.rows, "vanilla")
+    assert {(row.strategy, row.dtype, row.lossy) for row in summary} >= {("typical", "float32", True)}
+    table = summary_table(summary, "vanilla")
+    assert str(table.caption).startswith("tie-exact")
+    assert "native runtime, float32" in str(table.caption)
+    names = [str(cell).strip() for cell in table.columns[0].cells]
+    assert "typical (lossy)" in names
+    assert "typical" not in names
+
+
+def test_latency_between_deliveries_is_told_apart_from_time_per_token(tmp_path: Path) -> None:
+    store = open_run(tmp_path / "run")
+    measure(store, [Fake("vanilla")], [prompt(1)], Plan(max_new_tokens=9, repeat=1, warmup=0))
+    (row,) = written(store)
+    assert row["tpot_s"] == pytest.approx(0.1)
+    assert row["itl_median_s"] == pytest.approx(0.2)  # of 0.1, 0.2, 0.4
+    assert row["itl_p95_s"] == pytest.approx(0.38)
+    assert row["num_deliveries"] == 4
+    (_, overall) = summarise(store.rows, "vanilla")
+    assert (overall.itl_median_ms, overall.itl_p95_ms) == (pytest.approx(200), pytest.approx(380))
+
+
+def test_one_method_that_fails_leaves_no_other_cold(tmp_path: Path) -> None:
+    store, broken, other = open_run(tmp_path / "run"), Fake("vanilla", fails_at=1), Fake("other")
+    measure(store, [broken, other], [prompt(1)], Plan(max_new_tokens=5, repeat=1, warmup=2))
+    assert len(broken.calls) == len(other.calls) == 3
+
+
 def test_rates_count_tokens_after_the_first_delivery() -> None:
     outcome = Outcome((1, 2, 3, 4, 5), "", "length", 2, 9.0, 1.5, 2)
     assert outcome.output_tps == 2.0
@@ -198,6 +277,23 @@ def test_failures_are_tried_again_on_resume_and_replaced(tmp_path: Path) -> None
     measure(again, [Fake("vanilla")], [prompt(1)], plan)
     assert len(written(again)) == 2
     assert ["error" in row for row in again.rows] == [False]
+
+
+def test_bad_rows_are_written_once_however_often_a_run_resumes(tmp_path: Path) -> None:
+    bad, plan = [BadRow("some.jsonl", 4, "not JSON")], Plan(max_new_tokens=5, repeat=1, warmup=0)
+    for resume in (False, True, True):
+        store = open_run(tmp_path / "run", resume)
+        Bench([Fake("vanilla")], "vanilla", encode, plan, store).run([prompt(1)], bad, lambda _: None)
+    assert [row["line"] for row in written(store)] == [4, 1]
+
+
+def test_a_run_resumes_only_with_the_same_code(tmp_path: Path) -> None:
+    open_run(tmp_path / "run")
+    edited = dataclasses.replace(Provenance.collect("cpu"), source_sha256="0")
+    with pytest.raises(DataError, match="source_sha256 differ"):
+        RunDirectory(tmp_path / "run", SETTINGS, edited, resume=True)
+    committed = dataclasses.replace(Provenance.collect("cpu"), git_sha="0")
+    RunDirectory(tmp_path / "run", SETTINGS, committed, resume=True)
 
 
 def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:
@@ -277,10 +373,15 @@ def test_an_engine_is_asked_with_the_recipes_sampling_and_the_runs_limits() -> N
             on_text: Callable[[int, str], None] | None = None,
         ) -> list[Generation]:
             asked.append((prompts, sampling))
+            assert on_text is not None
+            for piece in ("x", "y", "z"):
+                on_text(0, piece)
             counts, timings = Counts(num_rounds=2), Timings(ttft_s=0.1, decode_s=0.5)
             return [Generation((1,), (2, 3, 4), "x", "length", None, 5, counts, timings)]
 
-    method = EngineMethod("fast", Engine(), Sampling(temperature=0.5, max_new_tokens=7))
-    outcome = method.generate(Request((1,), 3, True, 5))
+    method = EngineMethod("fast", Engine(), Sampling(temperature=0.5, max_new_tokens=7), {"lossy": False})
+    outcome = method.generate(Ask((1,), 3, True, 5))
     assert asked == [([(1,)], Sampling(temperature=0.5, max_new_tokens=3, ignore_eos=True, seed=5))]
     assert (outcome.output_tps, outcome.ttft_s, outcome.rounds) == (4.0, 0.1, 2)
+    assert (len(outcome.deliveries), len(outcome.waits)) == (3, 2)
+    assert min(outcome.waits) >= 0

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from specflow import build
+from specflow.bench.divergence import DivergenceJudge
+from specflow.bench.methods import Ask
 from specflow.cli.app import app
 from specflow.errors import RecipeError, RequestError
 from specflow.recipe import Recipe
@@ -39,9 +42,20 @@ class Engine:
     """Answers every prompt with its own tokens, and the length cap; drafting halves the time."""
 
     codec = Codec()
-    target = SimpleNamespace(info=SimpleNamespace(device="cpu", dtype="float32", stop_ids=(2,)))
+    target = SimpleNamespace(
+        info=SimpleNamespace(
+            device="cpu",
+            dtype=torch.float32,
+            stop_ids=(2,),
+            runtime="native",
+            exactness="tie-exact",
+            vocab_size=1000,
+        )
+    )
+    context_length = 8
     interrupt_at: int | None = None
     calls = 0
+    wrong_draft = False  # drafting ends every text with another token
 
     def __init__(self, recipe: Recipe) -> None:
         self.drafts = recipe.draft is not None
@@ -55,17 +69,21 @@ class Engine:
         Engine.calls += 1
         if Engine.calls == Engine.interrupt_at:
             raise KeyboardInterrupt
-        (prompt,) = prompts
+        return [self.answer(index, prompt, sampling, on_text) for index, prompt in enumerate(prompts)]
+
+    def answer(
+        self, index: int, prompt: Sequence[int], sampling: Sampling, on_text: Callable[[int, str], None] | None
+    ) -> Generation:
         if UNLUCKY in prompt:
-            raise RequestError("prompt 0", "it holds an unlucky word")
-        tokens = (*prompt, sampling.max_new_tokens)
+            raise RequestError(f"prompt {index}", "it holds an unlucky word")
+        tokens = (*prompt, sampling.max_new_tokens + (self.drafts and self.wrong_draft))
         for token in tokens if on_text else ():
-            on_text(0, f"{token} ")  # type: ignore[misc]
+            on_text(index, f"{token} ")  # type: ignore[misc]
         rounds = len(tokens) - 1
         counts = Counts(rounds, 0, 0, 0, 0, len(tokens))
         timings = Timings(ttft_s=0.1, decode_s=rounds / (20.0 if self.drafts else 10.0))
         text = self.codec.decode(tokens)
-        return [Generation(tuple(prompt), tokens, text, "length", None, sampling.seed or 0, counts, timings)]
+        return Generation(tuple(prompt), tokens, text, "length", None, sampling.seed or 0, counts, timings)
 
 
 @pytest.fixture
@@ -100,7 +118,8 @@ def test_run_streams_text_to_stdout_and_figures_to_stderr(here: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout == "0 1 2 9 \n"
     assert "3 + 4 tokens · finish length · 10.0 tokens/s · first token 100 ms" in result.stderr
-    assert "seed 4" in result.stderr
+    assert "tie-exact in float32 · seed 4" in result.stderr
+    assert "lossy" not in result.stderr
 
 
 def test_run_reads_stdin_and_can_continue_raw_text_at_once(here: Path) -> None:
@@ -118,6 +137,36 @@ def test_run_answers_the_usable_rows_of_a_file_and_fails_for_the_others(here: Pa
     assert "prompts.jsonl:2" in result.stderr
     assert (here / "out" / "generations.jsonl").read_text(encoding="utf-8") == result.stdout
     assert json.loads((here / "out" / "manifest.json").read_text(encoding="utf-8"))["files"]
+
+
+def test_run_decodes_the_rows_of_a_file_together_where_the_recipe_says_so(here: Path) -> None:
+    rows = [{"prompt": "a bb"}, {"prompt": "x " * 9, "id": "long"}, {"prompt": "dddd"}]
+    (here / "three.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    words = ("run", "plain.yaml", "--data", "three.jsonl", "--set", "runtime.batch=4")
+    result = call(*words, "--output-dir", "out")
+    assert (result.exit_code, Engine.calls) == (1, 1)
+    assert result.stdout == "0 1 2 128\n0 4 128\n"
+    assert "context holds 8" in result.stderr
+    kept = [json.loads(line) for line in (here / "out" / "generations.jsonl").read_text("utf-8").splitlines()]
+    assert [("error" in row, row["id"]) for row in kept] == [(False, "three-1"), (True, "long"), (False, "three-3")]
+    assert json.loads((here / "out" / "manifest.json").read_text("utf-8"))["target"]["exactness"] == "tie-exact"
+
+
+def test_run_together_keeps_an_error_row_for_every_prompt_of_a_call_that_fails(here: Path) -> None:
+    result = call("run", "plain.yaml", "--data", "prompts.jsonl", "--json", "--set", "runtime.batch=2")
+    errors = [json.loads(line)["error"] for line in result.stdout.splitlines()]
+    assert [("unlucky" in error) for error in errors] == [True, False, True, True]
+
+
+def test_results_of_a_lossy_rule_carry_the_word(here: Path) -> None:
+    lossy = "name: bold\ndraft: {method: ngram, k: 4}\nverify: {rule: typical, lossless: false}\n"
+    (here / "bold.yaml").write_text(lossy, encoding="utf-8")
+    assert " · lossy · " in call("run", "bold.yaml", "a bb").stderr
+    assert json.loads(call("run", "bold.yaml", "a bb", "--json").stdout)["lossy"] is True
+    result = call("bench", "bold.yaml", "--data", "good.jsonl", "-o", "out")
+    assert "bold (lossy)" in result.stdout
+    assert "vanilla (lossy)" not in result.stdout
+    assert "tie-exact" in result.stdout
 
 
 @pytest.mark.parametrize("words", [("",), (), ("x", "--data", "prompts.jsonl")])
@@ -144,6 +193,12 @@ def test_bench_adds_plain_decoding_keeps_failures_and_writes_all_files(here: Pat
     manifest = json.loads((here / "out" / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["state"] == "complete"
     assert list(manifest["settings"]["recipes"]) == ["vanilla", "ngram"]
+    assert manifest["settings"]["target"] == {
+        "exactness": "tie-exact",
+        "runtime": "native",
+        "dtype": "float32",
+        "device": "cpu",
+    }
 
 
 def test_bench_without_failures_prints_a_table_and_succeeds(here: Path) -> None:
@@ -174,9 +229,25 @@ def test_bench_refuses_what_cannot_be_compared(here: Path) -> None:
     (here / "other.yaml").write_text("name: other\nsampling: {temperature: 0.5}\n", encoding="utf-8")
     with pytest.raises(RecipeError, match="one target and one sampling"):
         call("bench", "fast.yaml", "other.yaml", "--data", "good.jsonl")
+    with pytest.raises(RecipeError, match="one at a time"):
+        call("bench", "fast.yaml", "--data", "good.jsonl", "--set", "runtime.batch=2")
     with pytest.raises(RecipeError, match="second recipe named 'ngram'"):
         call("bench", "fast.yaml", "fast.yaml", "--data", "good.jsonl")
     assert Engine.calls == 0
+
+
+def test_bench_says_aloud_that_a_divergence_is_no_tie(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explain(self: DivergenceJudge, ask: Ask, tokens: Sequence[int], reference: Sequence[int]) -> dict[str, Any]:
+        assert (tokens[-1], reference[-1]) == (129, 128)
+        reason = {"divergence": "bug", "divergence_margin": 2.5, "divergence_tolerance": 1e-3}
+        return {**reason, "control_agrees": 5, "control_scored": 5, "control_first_mismatch": None}
+
+    monkeypatch.setattr(DivergenceJudge, "explain", explain)
+    monkeypatch.setattr(Engine, "wrong_draft", True)
+    result = call("bench", "fast.yaml", "--data", "good.jsonl", "-o", "out", "--repeat", "1")
+    assert "0/1, 1 bug" in result.stdout
+    assert "not a near-tie: good.jsonl:1 ngram differs at token 4: logit gap 2.5, tolerance 0.001" in result.stderr
+    assert "5 of 5 tokens of plain decoding hold" in result.stderr
 
 
 def test_bench_options_that_make_no_sense_are_refused_before_anything_runs(here: Path) -> None:
@@ -193,6 +264,7 @@ def test_demo_streams_both_texts_and_ends_with_the_comparison(here: Path) -> Non
         assert heading in result.stdout
     assert "acceptance length" in result.stdout
     assert "3 of 3" in result.stdout
+    assert "tie-exact" in result.stdout
 
 
 def test_demo_as_json_leaves_stdout_to_the_figures(here: Path) -> None:
@@ -200,3 +272,4 @@ def test_demo_as_json_leaves_stdout_to_the_figures(here: Path) -> None:
     assert [row["method"] for row in rows] == ["vanilla", "ngram"] * 3
     assert [row["speedup"] for row in rows] == pytest.approx([1.0, 2.0] * 3)
     assert all(row["same_text"] for row in rows)
+    assert {(row["exactness"], row["dtype"]) for row in rows} == {("tie-exact", "float32")}

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import EOS, VOCAB, Adversary, Empty, Oracle, Ragged, Random, Scripted, tiny_engine, tiny_target
+from tiny import EOS, VOCAB, Adversary, Branching, Empty, Oracle, Ragged, Random, Scripted, tiny_engine, tiny_target
 
 from specflow.engine import Engine
 from specflow.errors import RequestError
 from specflow.measure import acceptance_length, check_counts
+from specflow.request import make_requests
 from specflow.types import Generation, Sampling
 from specflow.verify import BlockRule, Match, Rejection
 
@@ -21,6 +22,7 @@ GREEDY = Sampling(max_new_tokens=24, ignore_eos=True, seed=3)
 WARM = Sampling(max_new_tokens=24, ignore_eos=True, seed=3, temperature=0.9)
 TARGET = tiny_target()
 DRAFTERS = [Oracle, Adversary, Empty, Ragged, Random]
+TREES = [Branching]
 
 
 def plain(sampling: Sampling, prompts: list[list[int]] = PROMPTS) -> list[Generation]:
@@ -35,7 +37,7 @@ def drafted(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["T0", "T0.9"])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", DRAFTERS + TREES)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_text_equals_vanilla_for_every_k(kind: type[Scripted], sampling: Sampling, batch: int) -> None:
     expected = plain(sampling)
@@ -76,6 +78,16 @@ def test_sampled_rules_do_not_depend_on_the_neighbours(rule: object) -> None:
     # the scripted lengths depend on the row, so only row 0 drafts alike; the others check that sampling stays legal
     assert together[0].tokens == alone[0]
     assert all(len(g.tokens) == 24 for g in together)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_tree_is_counted_by_depth(batch: int) -> None:
+    expected = plain(GREEDY)
+    engine, _ = drafted(Branching, GREEDY, expected, k=3, batch=batch)
+    counts = engine.generate(PROMPTS, GREEDY)[0].counts
+    assert len(counts.drafted_at) == 3
+    assert counts.num_draft_tokens == 2 * sum(counts.drafted_at)
+    assert counts.accepted_at == counts.drafted_at
 
 
 def test_off_means_no_draft_call_and_others_are_unaffected() -> None:
@@ -121,6 +133,15 @@ def test_stop_string_inside_a_block(k: int) -> None:
     assert got.text == "".join(pieces) == everything[: everything.find(stop)]
     assert (got.finish, got.stopped_by) == ("stop", stop)
     assert got.tokens == full.tokens[: len(got.tokens)]
+
+
+def test_a_stop_string_before_the_minimum_does_not_count_later() -> None:
+    full = plain(GREEDY)[2]
+    early = f"{full.tokens[2]} {full.tokens[3]} "
+    for others in ((), ("q" * 40,)):
+        waiting = GREEDY.model_copy(update={"stop_strings": (early, *others), "min_new_tokens": 10})
+        got = drafted(Oracle, waiting, [full], k=5)[0].generate([PROMPTS[2]], waiting)[0]
+        assert (got.tokens, got.finish) == (full.tokens, "length")
 
 
 def test_stop_beats_length_in_the_same_place() -> None:
@@ -174,7 +195,14 @@ def test_context_end_is_reached_exactly_and_never_passed() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "reason"),
-    [([], "no tokens"), (list(range(50)) * 10, "500 tokens"), ([VOCAB], "vocabulary"), ([-4], "vocabulary")],
+    [
+        ([], "no tokens"),
+        (list(range(50)) * 10, "500 tokens"),
+        ([5, VOCAB], f"token id {VOCAB}"),
+        ([-4, 9], "token id -4"),
+        ("text", "a str that does not hold token ids"),
+        (7, "a int that does not hold token ids"),
+    ],
 )
 def test_prompts_that_cannot_be_decoded_are_refused(prompt: list[int], reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
@@ -182,7 +210,7 @@ def test_prompts_that_cannot_be_decoded_are_refused(prompt: list[int], reason: s
 
 
 def test_wrong_number_of_sampling_options() -> None:
-    with pytest.raises(RequestError, match="2 sampling options for 1 prompts"):
+    with pytest.raises(RequestError, match=r"2 sampling options \(Sampling\) for 1 prompts"):
         tiny_engine(target=TARGET).generate([[5]], [GREEDY, GREEDY])
 
 
@@ -259,14 +287,47 @@ def test_an_abandoned_stream_leaves_the_engine_usable() -> None:
     assert engine.generate(PROMPTS[:1], GREEDY)[0].tokens == expected[0].tokens
 
 
+def test_two_streams_at_once_are_refused() -> None:
+    expected = plain(GREEDY)
+    engine = tiny_engine(target=TARGET)
+    older, newer = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
+    next(older)
+    first = next(newer)
+    with pytest.raises(RequestError, match="another call began"):
+        list(older)
+    assert first + "".join(newer) == expected[1].text
+
+
+def test_drafters_never_see_what_follows_a_stop() -> None:
+    full = plain(GREEDY)[0]
+    stopping = GREEDY.model_copy(update={"stop_ids": (full.tokens[3],)})
+    engine, drafter = drafted(Oracle, stopping, [full], k=9)
+    got = engine.generate([PROMPTS[0]], stopping)[0]
+    assert drafter._done == [len(got.tokens)]
+
+
 def test_no_prompts_no_work() -> None:
     assert tiny_engine(target=TARGET).generate([], GREEDY) == []
 
 
-def test_one_host_copy_a_round_and_no_other_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+SETTINGS = {
+    "greedy": GREEDY,
+    "warm": WARM,
+    "logprobs": WARM.model_copy(update={"logprobs": True}),
+    "penalties": GREEDY.model_copy(update={"repetition_penalty": 1.2, "presence_penalty": 0.1, "min_new_tokens": 9}),
+    "top_k": WARM.model_copy(update={"top_k": 9, "min_p": 0.01}),
+}
+
+
+@pytest.mark.parametrize("kind", [Ragged, Branching])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_host_copy_a_round_and_no_other_sync(
+    name: str, kind: type[Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Count every way a tensor can reach the host while rounds run."""
-    expected = plain(WARM)
-    engine, _ = drafted(Ragged, WARM, expected, k=5, batch=4)
+    sampling = SETTINGS[name]
+    expected = plain(sampling)
+    engine, _ = drafted(kind, sampling, expected, k=5, batch=4)
     reads = {"tolist": 0}
     original = torch.Tensor.tolist
     inside = []
@@ -295,6 +356,28 @@ def test_one_host_copy_a_round_and_no_other_sync(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     monkeypatch.setattr(Engine, "_round", watched)
-    engine.generate(PROMPTS, WARM)
+    watched_events = list(engine._decode(make_requests(PROMPTS, sampling)))
+    assert watched_events
     assert rounds > 0
     assert reads["tolist"] == rounds
+
+
+@pytest.mark.parametrize("prompts", ["text", None, 7, iter([[5]])])
+def test_prompts_of_another_kind_are_refused(prompts: object) -> None:
+    with pytest.raises(RequestError, match="prompts"):
+        tiny_engine(target=TARGET).generate(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+def test_sampling_of_another_kind_is_refused() -> None:
+    with pytest.raises(RequestError, match="dict"):
+        tiny_engine(target=TARGET).generate([[5]], [{"temperature": 1}])  # type: ignore[list-item]
+
+
+def test_ids_of_other_integer_types_are_plain_integers() -> None:
+    expected = plain(GREEDY)[2]
+    import numpy as np
+
+    for prompt in (np.array(PROMPTS[2]), torch.tensor(PROMPTS[2])):
+        got = drafted(Oracle, GREEDY, [expected], k=3)[0].generate([prompt], GREEDY)[0]  # type: ignore[list-item]
+        assert got.tokens == expected.tokens
+        assert all(type(token) is int for token in got.prompt_tokens)

@@ -15,9 +15,8 @@ from specflow.errors import GraphError
 from specflow.graph import DecodeGraph, DraftFacts, Edge, Kind, TargetFacts
 from specflow.length import POLICIES
 from specflow.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
-from specflow.recipe_sections import VERIFIES
+from specflow.rules import RULE_INFOS
 from specflow.types import Sampling
-from specflow.verify import RULES
 
 FACTS = TargetFacts(num_layers=30, vocab_size=49152, hidden_size=576)
 
@@ -34,12 +33,15 @@ def made(name: str, **facts: Any) -> SourceInfo:
 
 SOURCES: Mapping[str, SourceInfo] = {
     **discover(),
-    "heads": made("heads", gives_probs=True, point_mass=False),
-    "doubtful": made("doubtful", gives_probs=True, point_mass=False, confidence_from="self"),
-    "careful": made("careful", gives_probs=True, point_mass=False, confidence_from="prefix"),
-    "silent": made("silent", gives_probs=False, point_mass=False),
+    "heads": made("heads", law="sampled"),
+    "doubtful": made("doubtful", law="sampled", confidence_from="self"),
+    "careful": made("careful", law="sampled", confidence_from="prefix"),
+    "silent": made("silent", law="unknown"),
     "mute": made("mute", offers=()),
 }
+
+
+SHARED: dict[str, Any] = {"source_options": {"share": True}}
 
 
 def graph_of(source: str = "history", dependency: str = "copy", rule: str = "match", **options: Any) -> DecodeGraph:
@@ -81,12 +83,12 @@ def samples() -> list[Recipe]:
     methods = [name for info in discover().values() for name in info.presets()]
     found = [load_recipe(name) for name in shipped_recipes()]
     for number in range(60):
-        rule = draw.choice(list(VERIFIES))
+        rule = draw.choice(list(RULE_INFOS))
         data: dict[str, Any] = {
             "name": f"r{number}",
             "description": draw.choice(["", "one line"]),
             "target": {"model": draw.choice(["a/b", "smollm2-135m"]), "dtype": draw.choice(["auto", "float64"])},
-            "verify": {"rule": rule, "lossless": not VERIFIES[rule].lossy},
+            "verify": {"rule": rule, "lossless": not RULE_INFOS[rule].lossy},
             "sampling": {"temperature": draw.choice([0.0, 0.9]), "logit_bias": {3: 0.5}, "stop_strings": ("x",)},
             "runtime": {"batch": draw.randint(1, 5), "context": draw.choice([None, 512])},
         }
@@ -201,6 +203,10 @@ def crossed(flow: str, *path: str, carry: bool) -> DecodeGraph:
         (lambda: graph_of("silent", "parallel", "rejection"), "verify", "needs the law of the draft"),
         (lambda: graph_of("doubtful", "parallel", "block", temperature=1.0), "source", "biases rule block"),
         (lambda: graph_of("doubtful", "parallel", "rejection", temperature=1.0), "source", "biases rule rejection"),
+        (lambda: graph_of("doubtful", "parallel", "block"), "source", "biases rule block"),
+        (lambda: graph_of(rule="rejection", **SHARED), "source share", "with rule rejection a sampled text"),
+        (lambda: graph_of(rule="block", temperature=1.0, **SHARED), "source share", "with rule block a sampled text"),
+        (lambda: graph_of(rule="typical", lossless=False, **SHARED), "source share", "with rule typical"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(build: Callable[[], DecodeGraph], where: str, found: str) -> None:
@@ -220,7 +226,7 @@ def test_parts_that_do_not_fit_are_refused(build: Callable[[], DecodeGraph], whe
         graph_of("silent", "parallel", "match"),
         graph_of("heads", "parallel", "block", temperature=1.0),
         graph_of("careful", "parallel", "block", temperature=1.0),
-        graph_of("doubtful", "parallel", "block", temperature=0.0),
+        graph_of(rule="match", temperature=1.0, **SHARED),
         graph_of("doubtful", "parallel", "match", temperature=1.0),
         graph_of("doubtful", "parallel", "block", temperature=1.0, lossless=False),
     ],
@@ -275,9 +281,3 @@ def test_facts_of_loaded_models() -> None:
     ):
         with pytest.raises(GraphError, match=found):
             graph.check(FACTS, {"source": facts})
-
-
-def test_rule_facts_are_those_of_the_rules() -> None:
-    assert set(VERIFIES) == set(RULES)
-    for name, section in VERIFIES.items():
-        assert RULES[name].lossless is not section.lossy, name

@@ -24,7 +24,8 @@ class NoRandomness:
 
 
 def drafter(*prompts: Sequence[int], **options: object) -> History:
-    history = History(HistoryConfig(**options), VOCAB)
+    """Matches of two tokens and more, unless told otherwise."""
+    history = History(HistoryConfig(**{"min_match": 2, **options}), VOCAB)
     history.reset(len(prompts))
     for row, prompt in enumerate(prompts):
         history.start(row, prompt)
@@ -245,7 +246,7 @@ def test_the_store_is_bounded_and_drops_the_oldest_text(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_in_the_store_do_not_run_into_each_other(kind: str) -> None:
-    store = Store(HistoryConfig(index=kind, share=True), VOCAB)
+    store = Store(HistoryConfig(index=kind, share=True, min_match=2), VOCAB)
     store.add([1, 2])
     store.add([3, 4])
     assert store.find([2, 3], 9) == (0, [])
@@ -274,7 +275,7 @@ def test_cost_a_token_and_a_miss_do_not_grow_with_the_text(kind: str, text: str)
         "same": [7] * size,
         "periodic": [1, 2, 3] * (size // 3),
     }
-    history = History(HistoryConfig(index=kind), 40_000)
+    history = History(HistoryConfig(index=kind, min_match=2), 40_000)
     history.reset(1)
     began = perf_counter()
     history.start(0, tokens[text])

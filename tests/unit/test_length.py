@@ -112,6 +112,12 @@ def test_by_match_drafts_more_after_longer_matches_up_to_k() -> None:
     assert [budget.most(0, length) for length in (1, 2, 3, 8, 16, 64)] == [1, 2, 3, 8, 16, 16]
 
 
+def test_by_match_takes_the_length_that_yields_most_for_its_cost() -> None:
+    """Before anything is seen p is 1/2 and r 4/5: 1.5 / 1.3, 1.9 / 1.6, 2.22 / 1.9 tokens a plain step."""
+    policy = started(ByMatch(16, row_price=0.3, fixed_price=0.0))
+    assert policy.budget([999]).most(0, 16) == 2
+
+
 def test_by_match_goes_to_k_where_everything_is_accepted() -> None:
     policy = started(ByMatch(16))
     assert play(policy, 40, lambda drafted: drafted, 30)[-1] == (16, 16)

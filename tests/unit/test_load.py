@@ -107,6 +107,8 @@ def test_a_hub_snapshot_is_asked_for_what_is_needed(
     assert (files.directory, files.revision) == (snapshot, "abc123")
     assert (asked["name"], asked["revision"]) == ("org/model", "v1")
     assert not any(pattern.endswith((".bin", ".py")) for pattern in asked["allow_patterns"])
+    resolve_model("org/model", trust_remote_code=True)
+    assert "*.py" in asked["allow_patterns"]
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,14 @@
-"""Clocks, acceptance figures, spread, provenance, and writing that survives interruptions."""
+"""Clocks, acceptance figures and spread."""
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specflow import measure
-from specflow.errors import DataError
 from specflow.types import Counts, Timings
 
 
@@ -131,58 +126,12 @@ def test_spread_has_median_and_quartiles() -> None:
     assert measure.spread([]) is None
 
 
-def test_peak_memory_sees_an_allocation() -> None:
-    memory = measure.PeakMemory()
-    memory.reset()
-    before = memory.read()["peak_rss_bytes"]
-    block = bytearray(64 << 20)
-    block[::4096] = b"x" * len(block[::4096])
-    after = memory.read()
-    assert after["peak_rss_bytes"] >= before + (48 << 20) or after["peak_rss_scope"] == "process"
-    assert after["peak_device_bytes"] is None
+def test_pooled_figures_weigh_by_size_and_are_unobserved_without_a_denominator() -> None:
+    assert measure.pooled([(10, 1.0), (2, 1.0)]) == 6.0
+    assert measure.pooled([(3, 0)]) is None
+    assert measure.pooled([]) is None
 
 
-def test_provenance_names_code_machine_and_inputs(tmp_path: Path) -> None:
-    source = tmp_path / "prompts.jsonl"
-    source.write_bytes(b"abc")
-    found = measure.Provenance.collect("cpu", seeds=[7], files=[source])
-    assert found.files == {str(source): "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
-    assert found.seeds == (7,)
-    assert found.versions["torch"]
-    assert found.num_cpus >= 1
-    assert found.cpu_model
-    assert found.git_sha is None or len(found.git_sha) == 40
-
-
-def test_appended_rows_are_complete_lines(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    measure.append_jsonl(path, {"text": "zwei\nZeilen ü"})
-    measure.append_jsonl(path, {"n": 2})
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert rows == [{"text": "zwei\nZeilen ü"}, {"n": 2}]
-
-
-def test_a_full_disk_is_a_clear_error_and_earlier_rows_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rows.jsonl"
-    measure.append_jsonl(path, {"n": 1})
-    before = path.read_bytes()
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match=r"No space left.*\n.*\n.*resume"):
-        measure.append_jsonl(path, {"n": 2})
-    assert path.read_bytes() == before
-    with pytest.raises(DataError, match="No space left"):
-        measure.write_json_atomic(tmp_path / "manifest.json", {})
-    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
-
-
-def test_json_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    measure.write_json_atomic(path, {"state": "running"})
-    with pytest.raises(TypeError):
-        measure.write_json_atomic(path, {"state": object()})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"state": "running"}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["manifest.json"]
+def test_quantiles_lie_between_order_statistics() -> None:
+    assert measure.quantile([3.0, 1.0, 2.0], 0.95) == pytest.approx(2.9)
+    assert measure.quantile([], 0.5) is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specflow.bench.methods import Request
+from specflow.bench.methods import Ask
 from specflow.bench.peers import PeerTarget, load_peers
 from specflow.errors import DataError, ModelError
 
@@ -61,10 +61,13 @@ def test_plain_and_every_lookup_decode_greedily_and_count_passes(directory: Path
     ]
     expected = tuple(greedy(directory, 40))
     for peer in peers:
-        outcome = peer.generate(Request(PROMPT, 40, True, 0))
+        outcome = peer.generate(Ask(PROMPT, 40, True, 0))
         assert outcome.tokens == expected
         assert (outcome.finish, outcome.text) == ("length", " ".join(map(str, expected)))
         assert outcome.ttft_s > 0
+        assert outcome.deliveries[0] == outcome.ttft_s
+        assert sum(outcome.waits) == pytest.approx(outcome.decode_s)
+        assert (peer.facts["exactness"], peer.facts["dtype"], peer.facts["lossy"]) == (None, "float32", False)
         assert outcome.output_tps is not None
         assert outcome.rounds is not None
         if peer.kind == "peer plain":
@@ -78,17 +81,17 @@ def test_stop_ids_end_the_text_unless_ignored(directory: Path) -> None:
     expected = greedy(directory, 12)
     stop = expected[4]
     (peer, *_) = load_peers(["transformers"], target(directory, (stop,)))
-    stopped = peer.generate(Request(PROMPT, 12, False, 0))
+    stopped = peer.generate(Ask(PROMPT, 12, False, 0))
     cut = expected[: expected.index(stop) + 1]
     assert stopped.tokens == tuple(cut)
     assert (stopped.finish, stopped.text) == ("stop", " ".join(map(str, cut[:-1])))
-    ignoring = peer.generate(Request(PROMPT, 12, True, 0))
+    ignoring = peer.generate(Ask(PROMPT, 12, True, 0))
     assert (len(ignoring.tokens), ignoring.finish) == (12, "length")
 
 
 def test_one_token_has_no_rate(directory: Path) -> None:
     (peer, *_) = load_peers(["transformers"], target(directory))
-    outcome = peer.generate(Request(PROMPT, 1, True, 0))
+    outcome = peer.generate(Ask(PROMPT, 1, True, 0))
     assert (len(outcome.tokens), outcome.output_tps, outcome.tokens_per_round) == (1, None, None)
 
 

@@ -27,8 +27,8 @@ from specflow.recipe import (
     recipe_schema,
     shipped_recipes,
 )
-from specflow.recipe_sections import VERIFIES
 from specflow.recipe_yaml import read_yaml, write_yaml
+from specflow.rules import RULE_INFOS
 
 
 def write(folder: Path, text: str) -> Path:
@@ -200,7 +200,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
     """Recipes over all methods, rules and policies that are installed."""
     methods = [name for info in discover().values() for name in info.presets()]
     drafts = st.fixed_dictionaries({"method": st.sampled_from(methods), "k": st.integers(1, 256)})
-    verifies = st.sampled_from([{"rule": rule, "lossless": not section.lossy} for rule, section in VERIFIES.items()])
+    verifies = st.sampled_from([{"rule": rule, "lossless": not info.lossy} for rule, info in RULE_INFOS.items()])
     samplings = st.fixed_dictionaries(
         {
             "temperature": st.sampled_from([0.0, 0.7, 1e-3]),

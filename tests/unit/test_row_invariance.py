@@ -14,7 +14,8 @@ import torch
 from families import make_model, make_native, make_tokens, prefilled, score
 from torch import Tensor
 
-from specflow.draft.nn.attention import KEY_STEP, plan_attention
+from specflow.draft.nn.attention import KEY_STEP, AttentionPlan, plan_attention
+from specflow.draft.nn.block import RMSNorm
 from specflow.draft.nn.linear import Linear, is_row_invariant, packed_status
 from specflow.errors import ModelError
 from specflow.target.transformer import NativeTarget
@@ -139,6 +140,36 @@ def test_the_probe_finds_a_layer_that_changes_its_bits() -> None:
 
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     assert not is_row_invariant([Fickle(weight)])
+
+
+@pytest.mark.parametrize("part", ["attention", "norm"])
+def test_the_probe_finds_attention_and_norms_that_change_their_bits(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears hold in all of these; what runs between them does not."""
+    assert promises(make_native(make_model("llama3_rope", **WIDE), BFLOAT16)) == holds_here()
+    if part == "attention":
+        attend = AttentionPlan.attend
+        monkeypatch.setattr(AttentionPlan, "attend", lambda plan, *args: attend(plan, *args) * (1 + plan.rows / 64))
+    else:
+        norm = RMSNorm.forward
+        monkeypatch.setattr(RMSNorm, "forward", lambda module, rows: norm(module, rows) * (1 + rows.shape[0] / 64))
+    assert make_native(make_model("llama3_rope", **WIDE), BFLOAT16).info.exactness == "tie-exact"
+    with pytest.raises(ModelError, match="change their bits"):
+        make_native(make_model("llama3_rope", **WIDE), BFLOAT16, row_invariant=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_probe_crosses_a_multiple_of_64_key_slots(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows alone on both sides of it, and blocks that lie across."""
+    seen, attend = set(), AttentionPlan.attend
+
+    def note(plan: AttentionPlan, *args: Any) -> Tensor:
+        seen.add((plan.rows, plan.biases[0].shape[-1]))
+        return attend(plan, *args)
+
+    monkeypatch.setattr(AttentionPlan, "attend", note)
+    target = make_native(make_model("llama3_rope", **WIDE), dtype)
+    if promises(target):
+        assert seen == {(1, KEY_STEP), (1, 2 * KEY_STEP), (2, 2 * KEY_STEP), (5, 2 * KEY_STEP)}
 
 
 def plan(rowwise: bool, **options: Any) -> Any:

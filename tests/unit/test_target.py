@@ -25,10 +25,11 @@ from families import (
 from torch import nn
 
 from specflow.errors import CheckpointError, ModelError
+from specflow.target import transformer
 from specflow.target.architecture import recurrent_reason
-from specflow.target.base import Target
+from specflow.target.base import Target, TargetOptions
 from specflow.target.huggingface import HuggingFaceTarget, load_huggingface
-from specflow.target.transformer import NativeOptions, NativeTarget
+from specflow.target.transformer import NativeTarget
 from specflow.types import Skip
 
 TINY = 1e-4
@@ -302,7 +303,7 @@ class TestNativeLoading:
         return model.config, dict(model.state_dict())
 
     def load(self, config: Any, tensors: dict[str, torch.Tensor], **options: Any) -> NativeTarget:
-        return NativeTarget(config, tensors, NativeOptions("tiny", torch.float32, CPU, **options))
+        return NativeTarget(config, tensors, TargetOptions("tiny", torch.float32, CPU, **options))
 
     def test_missing_tensor_is_named(self) -> None:
         config, tensors = self.tensors()
@@ -348,8 +349,8 @@ class TestNativeLoading:
 
 
 class TestAdapterLoading:
-    def options(self, **options: Any) -> NativeOptions:
-        return NativeOptions("tiny", torch.float32, CPU, (2,), **options)
+    def options(self, **options: Any) -> TargetOptions:
+        return TargetOptions("tiny", torch.float32, CPU, (2,), **options)
 
     @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
     def test_directory(self, family: str, tmp_path: Path) -> None:
@@ -372,17 +373,19 @@ class TestAdapterLoading:
         with pytest.raises(ModelError, match="cannot load"):
             load_huggingface(tmp_path, self.options())
 
-    def test_row_invariance_is_not_promised(self) -> None:
+    def test_row_invariance_is_not_promised(self, tmp_path: Path) -> None:
+        make_model("gpt2").config.save_pretrained(tmp_path)
         with pytest.raises(ModelError, match="cannot promise"):
-            HuggingFaceTarget(make_model("gpt2"), self.options(row_invariant=True))
+            load_huggingface(tmp_path, self.options(row_invariant=True))
 
-    def test_recurrent_models_are_refused(self) -> None:
-        from transformers import MambaConfig, MambaForCausalLM
+    def test_recurrent_models_are_refused_before_their_weights_are_read(self, tmp_path: Path) -> None:
+        from transformers import MambaConfig
 
         config = MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1)
         assert "mamba" in recurrent_reason(config)
+        config.save_pretrained(tmp_path)
         with pytest.raises(ModelError, match="cannot be rolled back"):
-            HuggingFaceTarget(MambaForCausalLM(config), self.options())
+            load_huggingface(tmp_path, self.options())
 
     def test_a_model_without_explicit_positions_is_refused(self) -> None:
         from transformers import BloomConfig, BloomForCausalLM
@@ -408,6 +411,41 @@ class TestAdapterLoading:
     def test_context_ends_where_rotary_frequencies_would_change(self) -> None:
         dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 48}
         assert make_adapter(make_model("llama3_rope", rope_parameters=dynamic)).info.context_length == 48
+
+
+def test_adapter_hooks_the_layers_only_where_they_are_tapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, tokens, registered = make_adapter(make_model("llama3_rope")), make_tokens(4), []
+    plain = nn.Module.register_forward_hook
+    monkeypatch.setattr(
+        nn.Module,
+        "register_forward_hook",
+        lambda self, *args, **kw: registered.append(self) or plain(self, *args, **kw),
+    )
+    bare = score(target, tokens, target.new_cache(1, 8))
+    assert registered == []
+    tapped = score(target, tokens, target.new_cache(1, 8), taps=(1,))
+    assert len(registered) == 1
+    assert torch.equal(bare.hidden_pre, tapped.hidden_pre)
+    assert torch.equal(bare.hidden_post, tapped.hidden_post)
+    assert list(tapped.taps) == [1]
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"), [("llama3_rope", {None}), ("mistral_window", {9}), ("qwen2_mixed", {None, 7})]
+)
+def test_a_plan_is_made_only_for_kinds_of_layers_there_are(
+    family: str, windows: set[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, made, plain = make_native(make_model(family)), [], transformer.plan_attention
+
+    def plan(*args: Any) -> Any:
+        made.append(args[3])
+        return plain(*args)
+
+    monkeypatch.setattr(transformer, "plan_attention", plan)
+    score(target, make_tokens(3), target.new_cache(1, 8))
+    assert len(made) == len(windows)
+    assert set(made) == windows
 
 
 def test_both_targets_follow_the_protocol() -> None:

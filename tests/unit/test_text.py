@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_gguf import TEMPLATE, TOKENS, sentencepiece, vocabulary
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from specflow.errors import RequestError
@@ -66,6 +67,67 @@ def test_text_comes_at_once_and_without_special_tokens() -> None:
     hello, end = TOKENS.index("hello"), 2
     assert [stream.push([hello]), stream.push([end]), stream.push([hello])] == ["hello", "", "hello"]
     assert BYTE_LEVEL.decode([hello, end]) == "hello"
+
+
+def llama_like() -> TextCodec:
+    """A tokenizer with the decoder of Llama 2 and Mistral: unknown characters fall back to raw bytes."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁b"]
+    model = models.BPE(
+        vocab={word: index for index, word in enumerate(words)},
+        merges=[("▁", "a"), ("▁", "b")],
+        unk_token="<unk>",
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return TextCodec(wrapped, (2,), "llama-like")
+
+
+LLAMA = llama_like()
+
+
+@given(ids=st.lists(st.one_of(st.integers(0, 263), st.integers(125, 263)), max_size=24), cut=st.integers(1, 5))
+@settings(max_examples=300, deadline=None)
+def test_byte_fallback_pieces_join_to_the_decoded_text(ids: list[int], cut: int) -> None:
+    stream, text = LLAMA.stream(), ""
+    for start in range(0, len(ids), cut):
+        text += stream.push(ids[start : start + cut])
+        if peeked := stream.peek():
+            assert text + peeked == LLAMA.decode(ids[: start + cut])
+    assert text + stream.flush() == LLAMA.decode(ids)
+
+
+def test_peek_shows_raw_bytes_that_are_whole_characters_and_keeps_them() -> None:
+    ids = LLAMA.encode("a\n€b")
+    assert len(ids) == 6  # raw bytes: one for the line end, three for the euro sign
+    stream = LLAMA.stream()
+    seen = [(stream.push([token]), stream.peek()) for token in ids]
+    assert seen == [("a", ""), ("", "\n"), ("", ""), ("", ""), ("", "\n€"), ("\n€b", "")]
+    assert (stream.peek(), stream.flush()) == ("", "")
+
+
+def test_peek_at_the_end_is_what_flush_gives() -> None:
+    stream = LLAMA.stream()
+    stream.push(LLAMA.encode("a \n"))
+    assert [stream.peek(), stream.peek(), stream.flush(), stream.peek()] == ["\n", "\n", "\n", ""]
+
+
+def test_peek_never_shows_part_of_a_character() -> None:
+    stream = BYTE_LEVEL.stream()
+    stream.push(BYTE_LEVEL.encode("a€")[:-1])
+    assert stream.peek() == ""
+
+
+def test_a_stream_remembers_no_more_than_its_last_piece() -> None:
+    stream = BYTE_LEVEL.stream()
+    for _ in range(500):
+        stream.push(BYTE_LEVEL.encode("hello"))
+    assert len(stream._before) + len(stream._held) <= 2
 
 
 def test_two_streams_do_not_mix() -> None:

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from specflow.errors import GraphError
 from specflow.law import Dense, PointMass
-from specflow.sampling import BatchSampler, RoundNoise, TargetLaw
+from specflow.noise import RoundNoise
+from specflow.sampling import BatchSampler, TargetLaw
 from specflow.tree import chain, from_parents
 from specflow.types import PAD, DraftBlock, Sampling
-from specflow.verify import BlockRule, Match, Rejection, Typical, block_odds
+from specflow.verify import BlockRule, Match, Rejection, Typical, block_odds, residual
 
 CPU = torch.device("cpu")
 VOCAB = 7
@@ -68,13 +69,17 @@ def test_block_odds_of_a_worked_example() -> None:
     q = torch.zeros(1, 2, VOCAB, dtype=torch.float64)
     q[0, :, :2] = torch.tensor([[0.8, 0.2], [0.6, 0.4]])
     tokens = torch.tensor([[0, 0]])
-    bar, weight, left = block_odds(DraftBlock(tokens, (2,), chain(2, CPU), Dense(tokens, q)), p)
+    block = DraftBlock(tokens, (2,), chain(2, CPU), Dense(tokens, q))
+    bar, weight, reach = block_odds(block, p)
     p1 = 0.5 / 0.8
     s1 = p1 * 0.8 - 0.4
     assert bar[0].tolist() == pytest.approx([s1, p1 * 0.2 / 0.6])
     assert weight[0].tolist() == pytest.approx([s1 + 1 - p1, 1.0])
-    assert left[0, 0, :2].tolist() == pytest.approx([0.0, 0.3])
-    assert left[0, 1, :2].tolist() == pytest.approx([0.0, s1])
+    assert reach.tolist() == [pytest.approx([1.0, p1])]
+    for accepted, over in ((0, [0.0, 0.3]), (1, [0.0, s1]), (2, [1.0, 0.0])):
+        weights, bonus = residual(block, p, reach, torch.tensor([accepted]))
+        assert weights[0, :2].tolist() == pytest.approx(over)
+        assert bonus.tolist() == [accepted == 2]
 
 
 def test_block_verification_may_accept_past_a_refused_node() -> None:
@@ -143,9 +148,9 @@ def test_typical_asks_less_of_a_node_where_the_target_is_unsure() -> None:
     assert Typical(epsilon=0.9).verify(block, law_of_probs(peaked([1, 1], 0.8)), NOISE).accepted.tolist() == [0]
 
 
-@pytest.mark.parametrize("options", [{"epsilon": 0.0}, {"delta": 1.5}])
-def test_typical_refuses_thresholds_that_are_no_probability(options: dict[str, float]) -> None:
-    with pytest.raises(GraphError, match=f"verify.{next(iter(options))}"):
+@pytest.mark.parametrize("options", [{"epsilon": 0.0}, {"epsilon": 1.0}, {"delta": 0.0}, {"delta": float("nan")}])
+def test_typical_refuses_senseless_thresholds(options: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(options))):
         Typical(**options)
 
 

@@ -33,8 +33,8 @@ class Pass:
 
     cos: Tensor  # [R, 1, Dh], R = B * M
     sin: Tensor  # [R, 1, Dh]
-    full: AttentionPlan
-    windowed: AttentionPlan | None  # for layers with a sliding window
+    full: AttentionPlan | None  # None where all layers have a sliding window
+    windowed: AttentionPlan | None  # None where no layer has one
     split: bool  # run linears in pieces of at most MAX_INVARIANT_ROWS rows
 
     def apply(self, linear: Linear, rows: Tensor) -> Tensor:
@@ -91,7 +91,8 @@ class DecoderBlock(nn.Module):
         Returns:
             What to add to the residual stream.  # as hidden
         """
-        plan = shared.windowed if self.windowed and shared.windowed is not None else shared.full
+        plan = shared.windowed if self.windowed else shared.full
+        assert plan is not None
         real = shared.cos.shape[0]
         heads = shared.apply(self.qkv, self.attention_norm(hidden))[:real].view(real, -1, self.head_width)
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]

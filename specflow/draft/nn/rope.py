@@ -12,7 +12,15 @@ from specflow.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["RotaryTable", "rotate"]
+__all__ = ["ROPE_KINDS", "RotaryTable", "rope_kind", "rotate"]
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+"""Variants whose frequencies do not depend on the length of what is being decoded."""
+
+
+def rope_kind(config: PretrainedConfig) -> str:
+    """The variant of rotary positions that a configuration names."""
+    return str(config.rope_parameters.get("rope_type", "default"))
 
 
 class RotaryTable:
@@ -26,16 +34,16 @@ class RotaryTable:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         parameters = dict(config.rope_parameters)
-        kind = parameters.get("rope_type", "default")
+        kind = rope_kind(config)
         if kind == "default":
             width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             self._frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
             self._gain = 1.0
-        elif kind in ("linear", "llama3", "yarn"):
+        elif kind in ROPE_KINDS:
             self._frequencies, self._gain = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         else:
             hint = "set target.implementation: transformers"
-            raise ModelError("target.model", f"rope_type {kind!r}", "default, linear, llama3 or yarn", hint)
+            raise ModelError("target.model", f"rope_type {kind!r}", f"one of {', '.join(ROPE_KINDS)}", hint)
         self._dtype, self._device = dtype, device
         self._cos = self._sin = torch.empty(0)
         self.grow(256)

@@ -36,11 +36,13 @@ class HistoryConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     index: Literal["ngram", "suffix"] = Field("ngram", description="n-grams, or suffixes of any length")
-    min_match: int = Field(2, ge=1, le=256, description="shortest match worth a draft, in tokens")
+    min_match: int = Field(1, ge=1, le=256, description="shortest match worth a draft, in tokens")
     max_match: int | None = Field(
         None, ge=1, le=256, description="of longer matches the most recent wins; none: 4 for ngram, 64 for suffix"
     )
-    share: bool = Field(False, description="also search finished requests; changes drafts, never the text of a request")
+    share: bool = Field(
+        False, description="also search finished requests; needs rule match, whose text no draft can change"
+    )
     share_tokens: int = Field(200_000, ge=2, description="most tokens kept of finished requests; the oldest go first")
 
     @model_validator(mode="after")
@@ -116,7 +118,8 @@ class History:
     """Drafts copies of earlier text, one index a row.
 
     With `share`, a request's text moves to the store when its row is dropped, taken over or reset. Drafts then depend
-    on which requests came before; a request's text does not, because every lossless rule keeps the text for any draft.
+    on which requests came before. Rule match says the same text for any draft; the other rules keep at most its law, so
+    that a sampled text would differ for the same seed: the graph's checks refuse them.
 
     Attributes:
         num_lookups: Rows searched so far; rows without a budget are not.
@@ -124,7 +127,6 @@ class History:
     """
 
     needs = Needs()
-    gives_probs = False
 
     def __init__(self, config: HistoryConfig, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.config = config
@@ -221,5 +223,6 @@ SOURCE = SourceInfo(
     dependency=("copy",),
     build=build,
     offers=("tokens", "match_lengths"),
+    remembers="share",
     methods={"ngram": {"index": "ngram"}, "suffix": {"index": "suffix"}},
 )
