@@ -15,7 +15,7 @@ from specflow.errors import RequestError
 from specflow.handover import Prompt, empty_block, features_of, prefill
 from specflow.measure import Clock
 from specflow.noise import RoundNoise
-from specflow.request import Request, RequestState, make_requests
+from specflow.request import Event, Request, RequestState, make_requests
 from specflow.sampling import BatchSampler
 from specflow.types import PAD, DraftBlock, Generation, Observation, Sampling, TargetOutput, Timings, Verdict
 from specflow.verify import Match
@@ -54,15 +54,6 @@ class EngineSettings:
     prefill_chunk: int = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Progress of one request: new final text, and the request itself once it is finished."""
-
-    index: int
-    text: str
-    done: RequestState | None = None
-
-
 class Engine:
     """Decodes requests with one target and at most one drafter. One call at a time: a new one ends an older stream.
 
@@ -99,18 +90,20 @@ class Engine:
             RequestError: A prompt is empty, too long or out of vocabulary; nothing has been decoded then.
         """
         finished: dict[int, Generation] = {}
-        for event in self._decode(make_requests(prompts, sampling)):
+        for event in self.events(prompts, sampling):
             if on_text is not None and event.text:
                 on_text(event.index, event.text)
             if event.done is not None:
-                finished[event.index] = event.done.result()
+                finished[event.index] = event.done
         return [finished[index] for index in range(len(prompts))]
 
     def stream(self, prompt: Sequence[int], sampling: Sampling = Sampling()) -> Iterator[str]:  # noqa: B008 - frozen
         """Decode one prompt, yielding text as it becomes final."""
-        for event in self._decode(make_requests([prompt], sampling)):
-            if event.text:
-                yield event.text
+        return (event.text for event in self.events([prompt], sampling) if event.text)
+
+    def events(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Iterator[Event]:
+        """Decode prompts, yielding progress as it happens: text as it becomes final, requests as they finish."""
+        return self._decode(make_requests(prompts, sampling))
 
     def _decode(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Fill the batch, run rounds; finished requests leave it and waiting ones take their rows."""
@@ -135,9 +128,10 @@ class Engine:
                 continue
             batch = self._close_ranks(batch)
             if self._states:
-                yield from self._round()
+                self._round()
+                yield from [self._event(state) for state in self._states]
 
-    def _round(self) -> list[Event]:
+    def _round(self) -> None:
         """One round: draft, one target pass, verify, one copy to the host, commit."""
         states, starts = self._states, tuple(self._cache.lengths)
         clock = Clock(spent := Timings())
@@ -158,7 +152,6 @@ class Engine:
         clock.lap("other_s")
         for state in states:
             state.timings.add(spent)
-        return [self._event(state) for state in states]
 
     def _propose(self, anchors: Sequence[int], noise: RoundNoise) -> DraftBlock:
         states = self._states
@@ -248,4 +241,4 @@ class Engine:
     def _event(self, state: RequestState) -> Event:
         if state.finish:
             state.timings.decode_s = perf_counter() - self._began - state.timings.ttft_s
-        return Event(state.request.index, state.take_text(), state if state.finish else None)
+        return state.event()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from specflow.text import TextStream
 
-__all__ = ["Request", "RequestState", "make_requests"]
+__all__ = ["Event", "Request", "RequestState", "make_requests"]
 
 ENCODE = "encode text first: engine.codec.encode(text) or encode_chat(messages)"
 
@@ -85,6 +85,15 @@ def _token_ids(index: int, prompt: Sequence[int]) -> tuple[int, ...]:
             "a sequence of integers",
             ENCODE,
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Progress of one request: new final text, and the result once it is finished."""
+
+    index: int
+    text: str
+    done: Generation | None = None
 
 
 class RequestState:
@@ -159,12 +168,11 @@ class RequestState:
             counts.reached_at[position] += position <= accepted
             counts.accepted_at[position] += position < accepted
 
-    def take_text(self) -> str:
-        """Text that became final since the last call."""
-        return self._text.take()
+    def event(self) -> Event:
+        """What became final since the last call."""
+        return Event(self.request.index, self._text.take(), self._result() if self.finish else None)
 
-    def result(self) -> Generation:
-        """The finished request."""
+    def _result(self) -> Generation:
         assert self.finish is not None
         logprobs: tuple[float, ...] | None = None
         if self.request.sampling.logprobs:

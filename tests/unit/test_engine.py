@@ -13,7 +13,6 @@ from tiny import EOS, VOCAB, Adversary, Branching, Empty, Oracle, Ragged, Random
 from specflow.engine import Engine
 from specflow.errors import RequestError
 from specflow.measure import acceptance_length, check_counts
-from specflow.request import make_requests
 from specflow.types import Generation, Sampling
 from specflow.verify import BlockRule, Match, Rejection
 
@@ -342,7 +341,7 @@ def test_one_host_copy_a_round_and_no_other_sync(
     rounds = 0
     plain_round = Engine._round
 
-    def watched(self: Engine) -> object:
+    def watched(self: Engine) -> None:
         nonlocal rounds
         rounds += 1
         inside.append(1)
@@ -350,13 +349,12 @@ def test_one_host_copy_a_round_and_no_other_sync(
             for name in ("item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "numpy", "cpu"):
                 patch.setattr(torch.Tensor, name, forbidden)
             patch.setattr(torch, "nonzero", forbidden)
-            events = plain_round(self)
+            plain_round(self)
         inside.pop()
-        return events
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     monkeypatch.setattr(Engine, "_round", watched)
-    watched_events = list(engine._decode(make_requests(PROMPTS, sampling)))
+    watched_events = list(engine.events(PROMPTS, sampling))
     assert watched_events
     assert rounds > 0
     assert reads["tolist"] == rounds

@@ -101,7 +101,7 @@ SINGLE = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SINGLE, ids=lambda s: ",".join(s.model_fields_set) or "greedy")
+@pytest.mark.parametrize("sampling", SINGLE, ids=lambda s: ",".join(sorted(s.model_fields_set)) or "greedy")
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_every_position_is_processed_with_its_own_prefix(sampling: Sampling, shape: str) -> None:
     draws = random.Random(3)
