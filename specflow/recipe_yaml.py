@@ -85,7 +85,7 @@ class Document:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             raise RecipeError(f"--set {setting}", "no key=value", "for example draft.k=5")
-        self.set(key.strip(), _parse(text, f"--set {setting}", Document("", {})), "--set")
+        self.set(key.strip(), _parse(text, f"--set {setting}", Document(f"--set {setting}", {})), "--set")
 
     def set(self, key: str, value: Any, reason: str) -> None:
         """Write one dotted key; sections on the way are made where missing."""
@@ -107,7 +107,7 @@ class Document:
 def split_key(key: str) -> Path:
     """Path of a dotted key. Keys of `tune` are dotted themselves; keys made of digits are numbers (token ids)."""
     parts = key.split(".", 1 if key.startswith("tune.") else -1) if key else []
-    return tuple(int(part) if part.isdigit() else part for part in parts)
+    return tuple(int(part) if part.isascii() and part.isdigit() else part for part in parts)
 
 
 def read_yaml(text: str, name: str) -> Document:
@@ -129,6 +129,8 @@ def write_yaml(data: Mapping[str, Any]) -> str:
 def _parse(text: str, name: str, document: Document) -> Any:
     try:
         node = yaml.compose(text, Loader=_Loader)
+    except RecursionError as error:
+        raise RecipeError(name, "lists or mappings nested too deep", "a recipe of a few levels") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = name if mark is None else f"{name}:{mark.line + 1}"

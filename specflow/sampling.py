@@ -240,7 +240,8 @@ class BatchSampler:
     """
 
     def __init__(self, vocab_size: int, stop_ids: Sequence[int], device: torch.device) -> None:
-        self._vocab_size, self._stop_ids, self._device = vocab_size, tuple(stop_ids), device
+        self._vocab_size, self._device = vocab_size, device
+        self._stop_ids = tuple(token for token in stop_ids if token < vocab_size)  # checkpoints may name others
         self._rows: list[_RowState] = []
 
     def reset(self, batch: int) -> None:

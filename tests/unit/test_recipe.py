@@ -319,3 +319,10 @@ def test_checking_recipes_loads_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("valid") == len(files)
+
+
+@pytest.mark.parametrize("setting", ["name=" + "[" * 5000, "sampling.logit_bias.²=3", "draft.k=!!int x"])
+def test_odd_settings_are_refused_by_name(setting: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("ngram", [setting])
+    assert setting.partition("=")[0] in str(caught.value)

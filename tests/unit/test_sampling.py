@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specflow.handover import empty_block
 from specflow.law import PointMass
 from specflow.noise import RoundNoise
 from specflow.sampling import BatchSampler, TargetLaw, draw_tokens, lowest_argmax
@@ -311,3 +312,12 @@ def test_numbers_are_uniform_and_unrelated() -> None:
         (centred, centred.transpose(1, 2)),
     ):
         assert abs(float((left * right).mean() * 12)) < 0.04
+
+
+def test_a_checkpoints_stop_id_outside_the_vocabulary_is_harmless() -> None:
+    sampler = BatchSampler(8, (2, 999_999), torch.device("cpu"))
+    sampler.reset(1)
+    sampler.start(0, Sampling(min_new_tokens=3), 0, [1])
+    law = sampler.law(torch.zeros(1, 1, 8), empty_block(1, 8, torch.device("cpu")), [0])
+    assert law.logits[0, 0, 2] == -torch.inf
+    assert law.draw()[0, 0] == 0
