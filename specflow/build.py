@@ -93,14 +93,17 @@ def load_target(section: TargetSection) -> LoadedTarget:
     config = _read_config(files, section)
     codec = load_tokenizer(files, section.trust_remote_code)
     device = _device(section.device)
-    if device.type == "cpu":
-        keep_freed_memory()
     dtype = _dtype(section.dtype, device, config)
     invariant = None if section.row_invariant == "auto" else section.row_invariant
     options = TargetOptions(files.name, dtype, device, codec.stop_ids, invariant)
+    target: Target
     if _takes_native(section, config):
-        return LoadedTarget(NativeTarget(config, read_tensors(files.directory), options), codec)
-    return LoadedTarget(load_huggingface(files.directory, options, section.trust_remote_code), codec)
+        target = NativeTarget(config, read_tensors(files.directory), options)
+    else:
+        target = load_huggingface(files.directory, options, section.trust_remote_code)
+    if device.type == "cpu":
+        keep_freed_memory()  # not before: what loading frees would stay too
+    return LoadedTarget(target, codec)
 
 
 def _takes_native(section: TargetSection, config: PretrainedConfig) -> bool:
@@ -118,8 +121,8 @@ def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             files.directory, trust_remote_code=section.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # a config file can break its reader in any way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
             section.model, f"its configuration cannot be read: {reason}", "a model that transformers knows"
         ) from error

@@ -50,7 +50,8 @@ def claim_directory(path: Path, hint: str = "choose another") -> None:
 
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write a value as JSON; see `write_text_atomic`."""
-    write_text_atomic(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+    text = json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+    write_text_atomic(path, text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -81,7 +82,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
     """Append one row and wait until it is on disk. A row that does not fit leaves the earlier rows as they were."""
-    line = (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8")
+    line = (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")  # of odd file names
     before = path.stat().st_size if path.exists() else 0
     try:
         with path.open("ab", buffering=0) as stream:

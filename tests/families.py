@@ -31,6 +31,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama_biases_tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama_wide_heads": ("Llama", {"head_dim": 32}),
+    "llama_stray_window": ("Llama", {"sliding_window": 16}),
     "llama_linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "llama_yarn": ("Llama", {"rope_parameters": YARN_ROPE}),
     "mistral_window": ("Mistral", {"sliding_window": 9}),

@@ -96,15 +96,23 @@ def _read_row(path: Path, number: int, line: bytes) -> PromptRow | BadRow:
     try:
         value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         opening, turns = _conversation(value)
+        name = _label(value, ("id", "question_id")) or f"{path.stem}-{number}"
+        category = _label(value, ("category",)) or path.stem
     except UnicodeDecodeError as error:
         return BadRow(str(path), number, f"not UTF-8: {error.reason} at byte {error.start}")
     except json.JSONDecodeError as error:
         return BadRow(str(path), number, f"not JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        return BadRow(str(path), number, f"nested too deeply; expected {SHAPES}")
     except ValueError as error:
         return BadRow(str(path), number, str(error))
-    name = value.get("id", value.get("question_id", f"{path.stem}-{number}"))
-    category = value.get("category") or path.stem
-    return PromptRow(str(path), number, str(name), str(category), tuple(opening), tuple(turns))
+    return PromptRow(str(path), number, name, category, tuple(opening), tuple(turns))
+
+
+def _label(value: dict[str, Any], keys: Sequence[str]) -> str:
+    """The first of some keys as text; empty where the row has none of them, or null."""
+    key = next((key for key in keys if value.get(key) is not None), None)
+    return "" if key is None else _encodable(str(value[key]), key)
 
 
 def _conversation(value: Any) -> tuple[list[dict[str, str]], list[str]]:
@@ -142,4 +150,13 @@ def _text(value: Any, where: str) -> str:
         raise ValueError(f"{where}: found {type(value).__name__}; expected text")
     if not value.strip():
         raise ValueError(f"{where}: empty; a model needs at least one token to continue")
-    return value
+    return _encodable(value, where)
+
+
+def _encodable(text: str, where: str) -> str:
+    """JSON can escape half of a surrogate pair, which neither a tokenizer nor a results file can hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: half of a surrogate pair at character {error.start}; expected text") from error
+    return text

@@ -96,8 +96,8 @@ class Bench:
         """
         for row in bad:
             self._store.append({"file": row.file, "line": row.line, "error": row.reason})
-        if prompts:
-            self._warm_up(prompts[0])
+        for method in self._methods if self._plan.warmup else ():
+            self._warm_up(method, prompts)
         for index, prompt in enumerate(prompts):
             answers: list[str] = []
             for _ in range(len(prompt.turns) if self._plan.all_turns else 1):
@@ -106,14 +106,15 @@ class Bench:
                     break
                 answers.append(answer)
 
-    def _warm_up(self, prompt: PromptRow) -> None:
-        """Errors are left to the measurement of the same prompt, which meets and keeps them; the others get warm."""
-        with suppress(SpecFlowError):
-            ids = tuple(self._encode(prompt.messages(0, ())))
-            ask = Ask(ids, min(WARMUP_TOKENS, self._plan.max_new_tokens), True, self._plan.seed)
-            for method in self._methods * self._plan.warmup:
-                with suppress(SpecFlowError):
+    def _warm_up(self, method: Method, prompts: Sequence[PromptRow]) -> None:
+        """On the first prompt that works. Errors are left to the measurement, which meets and keeps them."""
+        for prompt in prompts:
+            with suppress(SpecFlowError):
+                ids = tuple(self._encode(prompt.messages(0, ())))
+                ask = Ask(ids, min(WARMUP_TOKENS, self._plan.max_new_tokens), True, self._plan.seed)
+                for _ in range(self._plan.warmup):
                     method.generate(ask)
+                return
 
     def _run_turn(
         self, index: int, prompt: PromptRow, answers: Sequence[str], advance: Callable[[str], None]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specflow.cli.progress import counted, working
 from specflow.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 BASELINE = "vanilla"
-LEAST_WIDTH = 140
+LEAST_WIDTH = 100
 DECIDED_BY_RUN = {"max_new_tokens", "ignore_eos", "seed"}
 
 
@@ -101,9 +100,13 @@ def _load_recipes(names: Sequence[str], settings: Sequence[str]) -> tuple[dict[s
     from specflow.recipe import Recipe, load_recipe
 
     loaded: dict[str, Recipe] = {}
+    plain = {name: load_recipe(name).draft is None for name in names}
+    unused = [setting for setting in settings if all(plain.values()) and not _applies_to_plain(setting)]
+    if unused:
+        key = unused[0].split("=")[0]
+        raise RecipeError(f"--set {key}", "no recipe of this run drafts", "a key that one of them has")
     for name in names:
-        plain = load_recipe(name).draft is None
-        fitting = [setting for setting in settings if not plain or _applies_to_plain(setting)]
+        fitting = [setting for setting in settings if not plain[name] or _applies_to_plain(setting)]
         recipe = load_recipe(name, fitting)
         label = recipe.name or Path(name).stem
         if label in loaded:
@@ -157,18 +160,21 @@ def _measure(job: _Job, path: Path, resume: bool) -> tuple[RunDirectory, bool]:
     """Load models, open the run directory, measure; and whether the user interrupted it."""
     from specflow.bench import Bench, RunDirectory
     from specflow.bench.divergence import DivergenceJudge
-    from specflow.build import load_target
     from specflow.provenance import Provenance
 
-    target = load_target(job.first.target)
+    with working(f"loading {job.first.target.model}"):
+        from specflow.build import load_target
+
+        target = load_target(job.first.target)
     seeds = range(job.plan.seed, job.plan.seed + len(job.prompts))
     provenance = Provenance.collect(str(target.target.info.device), seeds, job.data)
     store = RunDirectory(path, _settings(job, target), provenance, resume)
-    methods = _methods(job, target)
+    with working(f"preparing {', '.join((*job.recipes, *job.peers))}"):
+        methods = _methods(job, target)
     explain = DivergenceJudge(target.target, job.first.sampling).explain
     runner = Bench(methods, job.baseline, target.codec.encode_chat, job.plan, store, explain)
     try:
-        with _progress(job.plan.num_measurements(job.prompts, len(methods))) as advance:
+        with counted(job.plan.num_measurements(job.prompts, len(methods))) as advance:
             runner.run(job.prompts, job.bad, advance)
     except KeyboardInterrupt:
         store.close("interrupted")
@@ -211,18 +217,6 @@ def _methods(job: _Job, target: LoadedTarget) -> list[Method]:
             load_peers(job.peers, PeerTarget(directory, info.dtype, info.device, info.stop_ids, target.codec.decode))
         )
     return methods
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what)
 
 
 def _report(store: RunDirectory, baseline: str, as_json: bool) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specflow.cli.progress import working
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -54,17 +56,20 @@ def demo(
     from specflow.bench import PromptRow, read_prompts
     from specflow.bench.methods import target_facts
     from specflow.bench.table import label, target_line
-    from specflow.build import build_engine, load_target
     from specflow.recipe import load_recipe
 
     console = Console(stderr=as_json, highlight=False)
     settings = [*(overrides or ()), f"sampling.max_new_tokens={max_new_tokens}"]
     recipes = {name: load_recipe(name, settings) for name in RECIPES}
     plain = recipes[RECIPES[0]]
-    target = load_target(plain.target)
-    engines = {label(name, recipe.verify.lossy): build_engine(recipe, target) for name, recipe in recipes.items()}
+    with working(f"loading {plain.target.model}"):
+        from specflow.build import build_engine, load_target
+
+        target = load_target(plain.target)
+        engines = {label(name, recipe.verify.lossy): build_engine(recipe, target) for name, recipe in recipes.items()}
     prompts = [row for row in read_prompts(PROMPTS) if isinstance(row, PromptRow)]
-    _warm_up(engines, prompts[0], plain.sampling)
+    with working("warming up"):
+        _warm_up(engines, prompts[0], plain.sampling)
     shown = [text for row in prompts for text in _show_prompt(console, engines, row, plain.sampling)]
     console.print()
     facts = target_facts(target.target.info)
@@ -94,7 +99,7 @@ def _show_prompt(console: Console, engines: dict[str, Engine], row: PromptRow, s
         if not shown:
             console.print(row.turns[0].splitlines()[0], style="dim", markup=False)
         (made,) = engine.generate([engine.codec.encode_chat(row.messages(0, ()))], sampling, show)
-        console.print()
+        console.print(f" (cut at {len(made.tokens)} tokens)" if made.finish == "length" else "", style="dim")
         outcome = outcome_of(made)
         shown.append(_Shown(row.category.replace("_", " "), name, outcome, shown[0].plain if shown else outcome))
     return shown

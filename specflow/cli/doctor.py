@@ -20,9 +20,12 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="machine output on stdout")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="machine output on stdout")] = False,
+    providers: Annotated[bool, typer.Option("--providers", help="load onnxruntime and list its providers")] = False,
+) -> None:
     """Show devices, threads, versions, the cache, and what is missing. Exit code 1 where something needed is."""
-    report = diagnose()
+    report = diagnose(providers)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -31,10 +34,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="machine output 
         raise typer.Exit(1)
 
 
-def diagnose() -> dict[str, Any]:
-    """Everything `doctor` shows, as plain values."""
+def diagnose(providers: bool = False) -> dict[str, Any]:
+    """Everything `doctor` shows, as plain values.
+
+    Args:
+        providers: Load onnxruntime and ask it; left out by default, because loading it writes files of its own.
+    """
     versions = {name: package_version(name) for name in _PACKAGES}
-    onnx = _onnxruntime()
+    onnx = _onnxruntime(providers)
     missing = [f"{name} is not installed" for name, version in versions.items() if version is None]
     missing += [str(onnx["problem"])] if onnx["problem"] else []
     if importlib.util.find_spec("pip") is None:
@@ -77,12 +84,18 @@ def _devices() -> list[dict[str, Any]]:
     return [*devices, {"device": "cpu", "name": cpu_model()}]
 
 
-def _onnxruntime() -> dict[str, Any]:
+def _onnxruntime(ask: bool) -> dict[str, Any]:
+    """Version, and the providers compiled in if asked for; which of them work here shows only when one is used."""
+    version = next(filter(None, map(package_version, ("onnxruntime", "onnxruntime-gpu"))), None)
+    if version is None:
+        return {"version": None, "compiled_in": None, "problem": "onnxruntime is not installed"}
+    if not ask:
+        return {"version": version, "compiled_in": None, "problem": ""}
     try:
-        runtime = importlib.import_module("onnxruntime")
+        compiled_in = importlib.import_module("onnxruntime").get_available_providers()
     except ImportError as error:
-        return {"version": None, "providers": [], "problem": f"onnxruntime is not usable: {error}"}
-    return {"version": runtime.__version__, "providers": runtime.get_available_providers(), "problem": ""}
+        return {"version": version, "compiled_in": None, "problem": f"onnxruntime is not usable: {error}"}
+    return {"version": version, "compiled_in": compiled_in, "problem": ""}
 
 
 def _packed() -> dict[str, object]:
@@ -95,12 +108,14 @@ def _cache() -> dict[str, Any]:
     from specflow.target.store import ModelStore
 
     store = ModelStore()
+    cached, broken = [model.name for model in store.cached()], store.unreadable()
     existing = next(path for path in (store.root, *store.root.resolve().parents) if path.exists())
     return {
         "path": str(store.root),
         "writable": existing.is_dir() and os.access(existing, os.W_OK),
-        "models": [model.name for model in store.cached()],
-        "not_cached": sorted(set(store.catalogue) - {model.name for model in store.cached()}),
+        "models": cached,
+        "broken": broken,
+        "not_cached": sorted({*store.catalogue} - {*cached, *broken}),
     }
 
 
@@ -117,12 +132,15 @@ def _print_report(report: dict[str, Any]) -> None:
         table.add_row("device", f"{device['device']}: {device['name']}{memory}")
     for name, version in report["versions"].items():
         table.add_row(name, version or "[red]missing[/red]")
-    providers = f"{onnx['version']}: {', '.join(onnx['providers'])}"
-    table.add_row("onnxruntime", providers if onnx["version"] else "[red]missing[/red]")
+    table.add_row("onnxruntime", onnx["version"] or "[red]missing[/red]")
+    if onnx["compiled_in"] is not None:
+        table.add_row("providers compiled in", f"{', '.join(onnx['compiled_in'])} (not tried on this machine)")
     if packed:
         table.add_row("packed linears", "yes" if packed["available"] else f"no: {packed['reason']}")
         states = [f"{dtype} {'yes' if holds else 'no'}" for dtype, holds in packed["row_invariant"].items()]
         table.add_row("row invariance", ", ".join(states))
     table.add_row("cache", f"{cache['path']}: {', '.join(cache['models']) or 'empty'}")
+    if cache["broken"]:
+        table.add_row("broken models", f"{', '.join(cache['broken'])} (specflow models fetch or remove NAME)")
     table.add_row("missing", "\n".join(report["missing"]) or "nothing")
     Console().print(table)

@@ -50,7 +50,7 @@ def fetch(name: str, as_json: Json = False) -> None:
 def verify(name: Annotated[str, typer.Argument()] = "", as_json: Json = False) -> None:
     """Recompute the hashes of one cached model, or of all. Exit code 1 where one is broken."""
     store = _store()
-    names = [name] if name else [model.name for model in store.cached()]
+    names = [name] if name else [*(model.name for model in store.cached()), *store.unreadable()]
     problems = {each: store.verify(each) for each in names}
     if as_json:
         print(json.dumps(problems, indent=2))
@@ -96,28 +96,39 @@ def _rows() -> list[dict[str, Any]]:
 
     store = _store()
     cached = {model.name: _stored_row(model) for model in store.cached()}
+    broken = {name: _broken_row(store, name) for name in store.unreadable()}
     absent = [
         {"name": name, "kind": "catalogue", "cached": False, "path": None, "size": model.wheel_size,
          "verified": None, "source": model.requirement, "hash": None}
         for name, model in store.catalogue.items()
-        if name not in cached
+        if name not in cached and name not in broken
     ]  # fmt: skip
     hub = [
         {"name": model.name, "kind": "hub", "cached": True, "path": str(model.directory), "size": model.size,
          "verified": None, "source": "Hugging Face hub", "hash": None}
         for model in cached_hub_models()
     ]  # fmt: skip
-    return [*cached.values(), *absent, *hub]
+    return [*cached.values(), *broken.values(), *absent, *hub]
+
+
+def _broken_row(store: ModelStore, name: str) -> dict[str, Any]:
+    path, reason = store.directory_of(name), "; ".join(store.verify(name))
+    return {
+        "name": name, "kind": "broken", "cached": False, "path": str(path), "size": None,
+        "verified": None, "source": reason, "hash": None,
+    }  # fmt: skip
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "state", "MB", "verified", "source", "path")
+    table = Table()
+    for name in ("name", "state", "MB", "verified", "source", "path"):
+        table.add_column(name, overflow="fold")
     for row in rows:
-        state = "cached" if row["cached"] else "not cached"
-        size = f"{row['size'] / 1e6:.0f}"
+        state = "broken" if row["kind"] == "broken" else "cached" if row["cached"] else "not cached"
+        size = f"{row['size'] / 1e6:.0f}" if row["size"] is not None else "-"
         source = row["source"].partition(" (sha256")[0]
-        table.add_row(row["name"], state, size, row["verified"] or "-", source, row["path"] or "-")
+        table.add_row(row["name"], state, size, (row["verified"] or "-")[:10], source, row["path"] or "-")
     Console().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specflow.cli.progress import working
 from specflow.errors import DataError, SpecFlowError
 
 if TYPE_CHECKING:
@@ -26,8 +28,12 @@ class _Prompt:
     """One thing to continue, or the reason why it cannot be."""
 
     id: str
+    where: str  # file and line, if it is a row of one
     messages: tuple[dict[str, str], ...] = ()
     error: str = ""
+
+
+_Result = tuple[_Prompt, "Generation | SpecFlowError"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +70,24 @@ def run(
 ) -> None:
     """Decode a prompt: text on stdout as it comes, one line of figures on stderr.
 
-    Of `turns` the first one is answered. Exit code 1 if a prompt failed; the others are decoded. With runtime.batch
-    above 1 the rows of a file are decoded together, and texts come when all are finished.
+    Of `turns` the first one is answered. Exit code 1 if a prompt failed; the others are decoded; 130 if interrupted.
+    With runtime.batch above 1 the rows of a file are decoded together, and each text comes when it is finished.
     """
     from specflow.recipe import load_recipe
 
     prompts = _prompts(prompt, data, raw)
     loaded = load_recipe(recipe, [*(overrides or ()), *([] if seed is None else [f"sampling.seed={seed}"])])
-    from specflow.build import build_engine  # after the checks above, which need no torch
+    with working(f"loading {loaded.target.model}"):
+        from specflow.build import build_engine  # after the checks above, which need no torch
 
-    engine = build_engine(loaded)
+        engine = build_engine(loaded)
     facts = _facts(engine, loaded)
     rows = _open_output(output_dir, loaded, facts, data) if output_dir else None
     together = loaded.runtime.batch > 1 and len(prompts) > 1
     output = _Output(as_json, not (no_stream or as_json or together), rows, facts)
     job = _Job(engine, loaded.sampling, prompts, raw, output)
     results = _decode_together(job) if together else _decode_in_turn(job)
-    failures = sum(not _report(job, *each) for each in zip(prompts, results, strict=True))
+    failures = [prompt for prompt, result in results if not _report(job, prompt, result)]
     if failures:
         raise typer.Exit(1)
 
@@ -96,7 +103,7 @@ def _prompts(prompt: str | None, data: Path | None, raw: bool) -> list[_Prompt]:
         raise typer.BadParameter("give a prompt, - for stdin, or --data FILE", param_hint="PROMPT")
     if data is None:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
-        return [_Prompt("prompt", ({"role": "user", "content": text},))]
+        return [_Prompt("prompt", "prompt", ({"role": "user", "content": text},))]
     return list(_rows(data, raw))
 
 
@@ -105,60 +112,70 @@ def _rows(data: Path, raw: bool) -> Iterator[_Prompt]:
 
     for row in read_prompts(data):
         if isinstance(row, BadRow):
-            yield _Prompt(row.key, error=row.reason)
+            yield _Prompt(row.key, row.key, error=row.reason)
         elif raw and row.opening:
-            yield _Prompt(row.key, error="messages have roles, which --raw has no place for; expected prompt or turns")
+            reason = "messages have roles, which --raw has no place for; expected prompt or turns"
+            yield _Prompt(row.id, row.key, error=reason)
         else:
-            yield _Prompt(row.id, tuple(row.messages(0, ())))
+            yield _Prompt(row.id, row.key, tuple(row.messages(0, ())))
 
 
 def _encode(job: _Job, prompt: _Prompt) -> Sequence[int]:
     if prompt.error:
-        raise DataError(prompt.id, prompt.error)
+        raise DataError(prompt.where, prompt.error)
     text = prompt.messages[-1]["content"]
     if not text.strip():
-        raise DataError(prompt.id, "an empty prompt", "at least one character that is not blank")
+        raise DataError(prompt.where, "an empty prompt", "at least one character that is not blank")
     return job.engine.codec.encode(text) if job.raw else job.engine.codec.encode_chat(prompt.messages)
 
 
-def _decode_in_turn(job: _Job) -> Iterator[Generation | SpecFlowError]:
+def _decode_in_turn(job: _Job) -> Iterator[_Result]:
     """Results as they come, one prompt at a time; text is shown while it grows."""
-
-    def show(_: int, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
     for prompt in job.prompts:
         try:
             ids = _encode(job, prompt)
             _announce(job, prompt)
-            (made,) = job.engine.generate([ids], job.sampling, show if job.output.stream else None)
-            yield made
+            (made,) = job.engine.generate([ids], job.sampling, _show if job.output.stream else None)
+            yield prompt, made
         except SpecFlowError as error:
-            yield error
+            yield prompt, _placed(error, prompt)
 
 
-def _decode_together(job: _Job) -> Iterator[Generation | SpecFlowError]:
-    """Results of one call that fills the batch. What would refuse the whole call is found first, row by row."""
+def _show(_: int, text: str) -> None:
+    typer.echo(text, nl=False)
+
+
+def _decode_together(job: _Job) -> Iterator[_Result]:
+    """Results of one call that fills the batch, as they finish. What would refuse the whole call is found first."""
     from specflow.request import make_requests
 
-    ready: dict[int, Sequence[int]] = {}
-    results: dict[int, Generation | SpecFlowError] = {}
-    for index, prompt in enumerate(job.prompts):
+    ready: list[tuple[_Prompt, Sequence[int]]] = []
+    for prompt in job.prompts:
         try:
             ids = _encode(job, prompt)
             make_requests([ids], job.sampling)[0].check(job.engine.target.info.vocab_size, job.engine.context_length)
-            ready[index] = ids
+            ready.append((prompt, ids))
         except SpecFlowError as error:
-            results[index] = error
+            yield prompt, _placed(error, prompt)
+    left = {index: prompt for index, (prompt, _) in enumerate(ready)}
     try:
-        results.update(zip(ready, job.engine.generate(list(ready.values()), job.sampling), strict=True))
+        for event in job.engine.events([ids for _, ids in ready], job.sampling):
+            if event.done is not None:
+                prompt = left.pop(event.index)
+                _announce(job, prompt)
+                yield prompt, event.done
     except SpecFlowError as error:
-        results.update(dict.fromkeys(ready, error))
-    for index, prompt in enumerate(job.prompts):
-        if index in ready:
-            _announce(job, prompt)
-        yield results[index]
+        for prompt in left.values():
+            yield prompt, _placed(error, prompt)
+
+
+def _placed(error: SpecFlowError, prompt: _Prompt) -> SpecFlowError:
+    """The error under the name of the user's row, not the engine's number of it."""
+    if error.where == prompt.where:
+        return error
+    numbered = re.fullmatch(r"prompt \d+", error.where)
+    where = prompt.where if numbered else f"{prompt.where}: {error.where}"
+    return type(error)(where, error.found, error.expected, error.hint)
 
 
 def _announce(job: _Job, prompt: _Prompt) -> None:
@@ -171,20 +188,20 @@ def _report(job: _Job, prompt: _Prompt, result: Generation | SpecFlowError) -> b
     output = job.output
     if isinstance(result, SpecFlowError):
         typer.echo(f"error: {result}", err=True)
-        _emit({"id": prompt.id, "error": str(result)}, output)
+        _emit({"id": prompt.id, "row": prompt.where, "error": str(result)}, output)
         return False
     if not output.as_json:
         typer.echo("" if output.stream else result.text)
-        typer.echo(_figures(result, output.facts), err=True)
-    _emit({**_row(prompt.id, result), **output.facts}, output)
+        typer.echo(_figures(job, result), err=True)
+    _emit({"id": prompt.id, "row": prompt.where, **_row(result), **output.facts}, output)
     return True
 
 
-def _figures(made: Generation, facts: dict[str, Any]) -> str:
+def _figures(job: _Job, made: Generation) -> str:
     from specflow.bench.methods import outcome_of
     from specflow.measure import metrics
 
-    outcome, figures = outcome_of(made), metrics(made.counts)
+    outcome, figures, facts = outcome_of(made), metrics(made.counts), job.output.facts
     parts = [f"{len(made.prompt_tokens)} + {len(made.tokens)} tokens", f"finish {made.finish}"]
     if outcome.output_tps is not None:
         parts.append(f"{outcome.output_tps:.1f} tokens/s")
@@ -194,15 +211,16 @@ def _figures(made: Generation, facts: dict[str, Any]) -> str:
     if figures["draft_acceptance_rate"] is not None:
         parts.append(f"{100 * figures['draft_acceptance_rate']:.0f} % of {figures['num_draft_tokens']} drafts accepted")
     parts += [f"{facts['exactness']} in {facts['dtype']}", *(["lossy"] if facts["lossy"] else [])]
-    return " · ".join([*parts, f"seed {made.seed}"])
+    if job.sampling.temperature > 0.0:
+        parts.append(f"seed {made.seed}")
+    return " · ".join(parts)
 
 
-def _row(name: str, made: Generation) -> dict[str, Any]:
+def _row(made: Generation) -> dict[str, Any]:
     from specflow.bench.methods import outcome_of
     from specflow.measure import metrics
 
     return {
-        "id": name,
         "text": made.text,
         "tokens": list(made.tokens),
         "prompt_tokens": len(made.prompt_tokens),

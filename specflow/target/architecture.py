@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from specflow.draft.nn.rope import ROPE_KINDS, rope_kind
@@ -90,7 +91,7 @@ def attention_kinds(config: PretrainedConfig) -> tuple[tuple[str, ...], int | No
     Raises:
         ModelError: A kind of layer whose mask is not known here.
     """
-    window = getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None) if _declares(config, "sliding_window") else None
     if not getattr(config, "use_sliding_window", True):
         window = None
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
@@ -101,6 +102,12 @@ def attention_kinds(config: PretrainedConfig) -> tuple[tuple[str, ...], int | No
         found = f"layers of kind {', '.join(unknown)}" if unknown else f"{SLIDING} layers without a sliding_window"
         raise ModelError("target.model", found, f"{_FULL} or {SLIDING} with its window")
     return tuple(kinds), window
+
+
+def _declares(config: PretrainedConfig, name: str) -> bool:
+    """Whether the family has this setting; a stray key in a config file is kept by transformers but means nothing."""
+    family = type(config)
+    return hasattr(family, name) or name in signature(family.__init__).parameters
 
 
 def recurrent_reason(config: PretrainedConfig) -> str:

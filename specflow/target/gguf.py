@@ -43,6 +43,8 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_BROKEN = (ValueError, IndexError, KeyError, ArithmeticError, TypeError, RuntimeError)
+"""What readers raise on damaged bytes."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -53,6 +55,15 @@ def convert_gguf(path: Path, directory: Path) -> None:
     Raises:
         CheckpointError: The file is broken, or it holds a model this toolkit does not convert; the reason is named.
     """
+    try:
+        _convert(path, directory)
+    except _BROKEN as error:
+        raise CheckpointError(
+            str(path), f"its parts contradict each other ({error})", "an undamaged GGUF file", "download the file again"
+        ) from error
+
+
+def _convert(path: Path, directory: Path) -> None:
     reader = _open(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(fields, reader, path)
@@ -78,7 +89,7 @@ def _open(path: Path) -> GGUFReader:
 
     try:
         return GGUFReader(str(path))
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+    except _BROKEN as error:
         raise CheckpointError(
             str(path), f"not a complete GGUF file ({error})", "a GGUF file, version 2 or 3", "download the file again"
         ) from error

@@ -77,8 +77,8 @@ def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> TextCo
         tokenizer = AutoTokenizer.from_pretrained(
             str(files.directory), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # a tokenizer file can break its reader in any way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(files.name, f"its tokenizer cannot be read: {reason}", "one transformers loads") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelError(files.name, f"{type(tokenizer).__name__} has no fast form", "a tokenizer.json")
@@ -160,8 +160,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _weight_map(directory: Path) -> dict[str, str]:
     index = _read_json(directory / _INDEX).get("weight_map")
-    if not isinstance(index, dict):
-        raise CheckpointError(str(directory / _INDEX), "no weight_map", "tensor name -> file name")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise CheckpointError(str(directory / _INDEX), "no proper weight_map", "tensor name -> file name")
     return index
 
 
@@ -196,7 +196,9 @@ def _stop_ids(directory: Path, eos: int | None) -> tuple[int, ...]:
             value = _read_json(directory / file).get("eos_token_id")
             if value is not None:
                 ids = value if isinstance(value, list) else [value]
-                return tuple(sorted({*map(int, ids), *([] if eos is None else [eos])}))
+                if not all(isinstance(token, int) for token in ids):
+                    raise CheckpointError(str(directory), f"eos_token_id {value!r}", "a token id, or a list of them")
+                return tuple(sorted({*ids, *([] if eos is None else [eos])}))
     return () if eos is None else (eos,)
 
 

@@ -1,6 +1,7 @@
 """The store of converted models: fetch, convert, verify, remove.
 
-Layout: `<cache>/models/<name>/`, a Hugging Face directory plus `manifest.json` with the SHA-256 of every file. A
+Layout: `<cache>/models/<name>/`, a Hugging Face directory plus `manifest.json` with size, time and SHA-256 of every
+file. A file whose time is not the manifest's is hashed before it is used. A
 directory under its final name is complete: it is built under a temporary name and renamed, so a killed process
 leaves nothing half done and two processes cannot mix their files.
 """
@@ -18,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -107,7 +108,7 @@ class ModelStore:
         self._download = download
 
     def ensure(self, name: str) -> StoredModel:
-        """A model of the catalogue, fetched if it is absent or its files have the wrong sizes. No hashing."""
+        """A model of the catalogue, fetched if it is absent or broken. Only files that were touched are hashed."""
         model = self._entry(name)
         problems = _problems(self._models / name, full=False)
         return self._fetch(model, problems) if problems else _read(self._models / name)
@@ -135,8 +136,19 @@ class ModelStore:
 
     def cached(self) -> list[StoredModel]:
         """Models in the store, sound or not, whose manifest can be read."""
-        folders = sorted(self._models.glob("*")) if self._models.is_dir() else []
-        return [_read(path) for path in folders if not path.name.startswith(".") and _manifest(path)]
+        return [_read(path) for path in self._folders() if _manifest(path)]
+
+    def unreadable(self) -> list[str]:
+        """Names in the store whose manifest is missing or damaged."""
+        return [path.name for path in self._folders() if not _manifest(path)]
+
+    def directory_of(self, name: str) -> Path:
+        """Where a converted model of this name lies, or would lie."""
+        return self._models / name
+
+    def _folders(self) -> list[Path]:
+        found = sorted(self._models.glob("*")) if self._models.is_dir() else []
+        return [path for path in found if path.is_dir() and not path.name.startswith(".")]
 
     def verify(self, name: str) -> list[str]:
         """Recompute every hash of a cached model. Returns what is wrong; empty means sound.
@@ -222,7 +234,11 @@ class ModelStore:
         directory.mkdir()
         convert_gguf(gguf, directory)
         files = {
-            path.name: {"sha256": file_sha256(path), "size": path.stat().st_size}
+            path.name: {
+                "sha256": file_sha256(path),
+                "size": path.stat().st_size,
+                "mtime_ns": path.stat().st_mtime_ns,
+            }
             for path in sorted(directory.iterdir())
         }
         joined = "\n".join(f"{name} {entry['sha256']}" for name, entry in files.items())
@@ -288,16 +304,29 @@ def _problems(directory: Path, full: bool) -> list[str]:
         return [f"{_MANIFEST} is missing or broken"]
     if manifest.get("converter") != CONVERTER_VERSION:
         return ["converted by another version"]
-    found: list[str] = []
-    for name, entry in manifest["files"].items():
-        path = directory / name
-        if not path.is_file():
-            found.append(f"{name} is missing")
-        elif path.stat().st_size != entry["size"]:
-            found.append(f"{name} has {path.stat().st_size} bytes, not {entry['size']}")
-        elif full and file_sha256(path) != entry["sha256"]:
-            found.append(f"{name} has another sha256")
-    return found
+    times = {name: _modified(directory / name) for name in manifest["files"]}  # before hashing, to miss no change
+    found = [_fault(directory / name, entry, full) for name, entry in manifest["files"].items()]
+    if not any(found) and any(entry.get("mtime_ns") != times[name] for name, entry in manifest["files"].items()):
+        for name, entry in manifest["files"].items():
+            entry["mtime_ns"] = times[name]
+        with suppress(OSError):  # a cache that cannot be written is hashed again next time
+            _write_manifest(directory, manifest)
+    return [fault for fault in found if fault]
+
+
+def _fault(path: Path, entry: Mapping[str, Any], full: bool) -> str:
+    """What is wrong with one file; its hash is taken if asked for, or if the file was touched since the last time."""
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if path.stat().st_size != entry["size"]:
+        return f"{path.name} has {path.stat().st_size} bytes, not {entry['size']}"
+    if (full or _modified(path) != entry.get("mtime_ns")) and file_sha256(path) != entry["sha256"]:
+        return f"{path.name} has another sha256"
+    return ""
+
+
+def _modified(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.is_file() else None
 
 
 def _commit(built: Path, directory: Path) -> None:
@@ -318,16 +347,28 @@ def _commit(built: Path, directory: Path) -> None:
 
 
 def _manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a model; empty where it is missing or does not have what a manifest has."""
     try:
         manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
+    return manifest if _is_manifest(manifest) else {}
+
+
+def _is_manifest(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("files"), dict) or not value["files"]:
+        return False
+    if not all(isinstance(value.get(key), str) for key in ("source", "hash", "verified")):
+        return False
+    return all(
+        isinstance(entry, dict) and isinstance(entry.get("sha256"), str) and type(entry.get("size")) is int
+        for entry in value["files"].values()
+    )
 
 
 def _read(directory: Path) -> StoredModel:
     manifest = _manifest(directory)
-    size = sum(int(entry["size"]) for entry in manifest["files"].values())
+    size = sum(entry["size"] for entry in manifest["files"].values())
     return StoredModel(directory.name, directory, manifest["source"], manifest["hash"], size, manifest["verified"])
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from specflow.bench import (
     Ask,
@@ -210,7 +211,15 @@ def test_latency_between_deliveries_is_told_apart_from_time_per_token(tmp_path: 
 def test_one_method_that_fails_leaves_no_other_cold(tmp_path: Path) -> None:
     store, broken, other = open_run(tmp_path / "run"), Fake("vanilla", fails_at=1), Fake("other")
     measure(store, [broken, other], [prompt(1)], Plan(max_new_tokens=5, repeat=1, warmup=2))
-    assert len(broken.calls) == len(other.calls) == 3
+    assert (len(broken.calls), len(other.calls)) == (2, 3)
+
+
+def test_warm_up_takes_the_first_prompt_that_works(tmp_path: Path) -> None:
+    store, picky, other = open_run(tmp_path / "run"), Fake("vanilla", fails_on=2), Fake("other")
+    prompts = [prompt(1, "unreadable"), prompt(2), prompt(3)]
+    measure(store, [picky, other], prompts, Plan(max_new_tokens=5, repeat=1, warmup=2))
+    assert [call.prompt[0] for call in picky.calls] == [2, 3, 3, 2, 3]
+    assert [call.prompt[0] for call in other.calls] == [2, 2, 2, 3]
 
 
 def test_rates_count_tokens_after_the_first_delivery() -> None:
@@ -345,7 +354,21 @@ def test_summary_compares_prompt_by_prompt_and_names_the_best_peer(tmp_path: Pat
     assert reader[-1]["strategy"] == "peer lookup 5"
     assert float(reader[-1]["ratio"]) == pytest.approx(1.25)
     assert reader[-1]["draft_acceptance_rate"] == ""
-    assert summary_table(summary, "vanilla").row_count == len(summary) + 3
+    table = summary_table(summary, "vanilla")
+    assert table.row_count == len(summary) + 3
+    console = Console(width=100, file=io.StringIO())
+    assert console.measure(table).maximum <= 100
+    alone = summary_table(summarise([row for row in store.rows if row["category"] == "code"], "vanilla"), "vanilla")
+    assert alone.row_count == 1 + len(methods)
+
+
+def test_a_table_shows_a_dash_where_nothing_was_compared_and_failures_where_some_are(tmp_path: Path) -> None:
+    store = open_run(tmp_path / "run")
+    measure(store, [Fake("vanilla", fails_on=1), Fake("fast")], [prompt(1)], Plan(5, 1, 0))
+    table = summary_table(summarise(store.rows, "vanilla"), "vanilla")
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert cells["equal"] == ["", "-", "-"]
+    assert cells["failed"] == ["", "1", ""]
 
 
 def test_acceptance_by_position_is_summed_over_first_repetitions(tmp_path: Path) -> None:

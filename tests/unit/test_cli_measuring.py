@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,9 @@ from specflow import build
 from specflow.bench.divergence import DivergenceJudge
 from specflow.bench.methods import Ask
 from specflow.cli.app import app
-from specflow.errors import RecipeError, RequestError
+from specflow.errors import DataError, RecipeError, RequestError
 from specflow.recipe import Recipe
+from specflow.request import Event
 from specflow.types import Counts, Generation, Sampling, Timings
 
 PLAIN = "name: vanilla\n"
@@ -71,6 +72,14 @@ class Engine:
             raise KeyboardInterrupt
         return [self.answer(index, prompt, sampling, on_text) for index, prompt in enumerate(prompts)]
 
+    def events(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Event]:
+        """The last prompt finishes first; an interruption comes before the one of that number in this order."""
+        Engine.calls += 1
+        for number, index in enumerate(reversed(range(len(prompts)))):
+            if number == Engine.interrupt_at:
+                raise KeyboardInterrupt
+            yield Event(index, "", self.answer(index, prompts[index], sampling, None))
+
     def answer(
         self, index: int, prompt: Sequence[int], sampling: Sampling, on_text: Callable[[int, str], None] | None
     ) -> Generation:
@@ -118,7 +127,10 @@ def test_run_streams_text_to_stdout_and_figures_to_stderr(here: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout == "0 1 2 9 \n"
     assert "3 + 4 tokens · finish length · 10.0 tokens/s · first token 100 ms" in result.stderr
-    assert "tie-exact in float32 · seed 4" in result.stderr
+    assert result.stderr.endswith("tie-exact in float32\n")
+    assert result.stderr.startswith("loading smollm2-135m ...\n")
+    sampled = call("run", "plain.yaml", "a bb", "--set", "sampling.temperature=0.5", "--seed", "4")
+    assert "tie-exact in float32 · seed 4" in sampled.stderr
     assert "lossy" not in result.stderr
 
 
@@ -133,7 +145,7 @@ def test_run_answers_the_usable_rows_of_a_file_and_fails_for_the_others(here: Pa
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row.get("text") for row in rows] == ["0 1 2 3 128", None, "0 4 5 128", None]
     assert rows[1]["id"] == "prompts.jsonl:2"
-    assert "unlucky" in rows[3]["error"]
+    assert rows[3]["error"] == "prompts.jsonl:4: it holds an unlucky word"
     assert "prompts.jsonl:2" in result.stderr
     assert (here / "out" / "generations.jsonl").read_text(encoding="utf-8") == result.stdout
     assert json.loads((here / "out" / "manifest.json").read_text(encoding="utf-8"))["files"]
@@ -145,23 +157,44 @@ def test_run_decodes_the_rows_of_a_file_together_where_the_recipe_says_so(here: 
     words = ("run", "plain.yaml", "--data", "three.jsonl", "--set", "runtime.batch=4")
     result = call(*words, "--output-dir", "out")
     assert (result.exit_code, Engine.calls) == (1, 1)
-    assert result.stdout == "0 1 2 128\n0 4 128\n"
-    assert "context holds 8" in result.stderr
+    assert result.stdout == "0 4 128\n0 1 2 128\n"
+    assert result.stderr.index("--- three-3") < result.stderr.index("--- three-1")
+    assert "error: three.jsonl:2: it has 10 tokens and the context holds 8" in result.stderr
     kept = [json.loads(line) for line in (here / "out" / "generations.jsonl").read_text("utf-8").splitlines()]
-    assert [("error" in row, row["id"]) for row in kept] == [(False, "three-1"), (True, "long"), (False, "three-3")]
+    assert [("error" in row, row["id"]) for row in kept] == [(True, "long"), (False, "three-3"), (False, "three-1")]
     assert json.loads((here / "out" / "manifest.json").read_text("utf-8"))["target"]["exactness"] == "tie-exact"
 
 
 def test_run_together_keeps_an_error_row_for_every_prompt_of_a_call_that_fails(here: Path) -> None:
     result = call("run", "plain.yaml", "--data", "prompts.jsonl", "--json", "--set", "runtime.batch=2")
-    errors = [json.loads(line)["error"] for line in result.stdout.splitlines()]
-    assert [("unlucky" in error) for error in errors] == [True, False, True, True]
+    errors = {row["row"]: row["error"] for row in map(json.loads, result.stdout.splitlines())}
+    assert [("unlucky" in errors[f"prompts.jsonl:{line}"]) for line in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+def test_an_interrupted_run_keeps_every_text_that_was_finished(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "three.jsonl").write_text('{"prompt": "a"}\n{"prompt": "bb"}\n{"prompt": "ccc"}\n', encoding="utf-8")
+    monkeypatch.setattr(Engine, "interrupt_at", 2)
+    result = call(
+        "run", "plain.yaml", "--data", "three.jsonl", "--set", "runtime.batch=3", "--output-dir", "out", "--json"
+    )
+    assert result.exit_code == 130
+    assert [json.loads(line)["row"] for line in result.stdout.splitlines()] == ["three.jsonl:3", "three.jsonl:2"]
+    assert (here / "out" / "generations.jsonl").read_text(encoding="utf-8") == result.stdout
+
+
+def test_a_row_that_cannot_be_encoded_is_named_by_file_and_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Codec, messages: Sequence[dict[str, str]]) -> list[int]:
+        raise DataError("chat template", "it has no place for this")
+
+    monkeypatch.setattr(Codec, "encode_chat", refuse)
+    result = call("run", "plain.yaml", "--data", "good.jsonl")
+    assert "error: good.jsonl:1: chat template: it has no place for this" in result.stderr
 
 
 def test_results_of_a_lossy_rule_carry_the_word(here: Path) -> None:
     lossy = "name: bold\ndraft: {method: ngram, k: 4}\nverify: {rule: typical, lossless: false}\n"
     (here / "bold.yaml").write_text(lossy, encoding="utf-8")
-    assert " · lossy · " in call("run", "bold.yaml", "a bb").stderr
+    assert " · lossy\n" in call("run", "bold.yaml", "a bb").stderr
     assert json.loads(call("run", "bold.yaml", "a bb", "--json").stdout)["lossy"] is True
     result = call("bench", "bold.yaml", "--data", "good.jsonl", "-o", "out")
     assert "bold (lossy)" in result.stdout
@@ -204,7 +237,9 @@ def test_bench_adds_plain_decoding_keeps_failures_and_writes_all_files(here: Pat
 def test_bench_without_failures_prints_a_table_and_succeeds(here: Path) -> None:
     result = call("bench", "fast.yaml", "plain.yaml", "--data", "good.jsonl", "--set", "draft.k=2", "-o", "out")
     assert result.exit_code == 0
-    assert "overall" in result.stdout
+    assert "overall" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert "6/6 good-1 · ngram" in result.stderr
     assert "2.00" in result.stdout
     settings = json.loads((here / "out" / "manifest.json").read_text(encoding="utf-8"))["settings"]
     assert settings["recipes"]["ngram"]["draft"]["k"] == 2
@@ -233,6 +268,10 @@ def test_bench_refuses_what_cannot_be_compared(here: Path) -> None:
         call("bench", "fast.yaml", "--data", "good.jsonl", "--set", "runtime.batch=2")
     with pytest.raises(RecipeError, match="second recipe named 'ngram'"):
         call("bench", "fast.yaml", "fast.yaml", "--data", "good.jsonl")
+    with pytest.raises(RecipeError, match=r"--set draft\.kkk: no recipe of this run drafts"):
+        call("bench", "plain.yaml", "--data", "good.jsonl", "--set", "draft.kkk=5")
+    with pytest.raises(RecipeError, match=r"draft\.kkk: unknown key"):
+        call("bench", "plain.yaml", "fast.yaml", "--data", "good.jsonl", "--set", "draft.kkk=5")
     assert Engine.calls == 0
 
 
@@ -264,6 +303,8 @@ def test_demo_streams_both_texts_and_ends_with_the_comparison(here: Path) -> Non
         assert heading in result.stdout
     assert "acceptance length" in result.stdout
     assert "3 of 3" in result.stdout
+    assert result.stdout.count("(cut at") == 6
+    assert result.stderr == "loading smollm2-135m ...\nwarming up ...\n"
     assert "tie-exact" in result.stdout
 
 

@@ -48,6 +48,11 @@ def test_prompt_messages_and_turns_all_become_conversations(tmp_path: Path) -> N
     ("line", "reason"),
     [
         ('{"prompt": "x"', "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"prompt": "x", "id": ' + "[" * 100_000, "nested too deeply"),
+        (r'{"prompt": "x", "id": "\ud800"}', "id: half of a surrogate pair"),
+        (r'{"prompt": "x", "category": "a\udc00"}', "category: half of a surrogate pair at character 1"),
+        (r'{"turns": ["x", "\ud83d"]}', r"turns\[1\]: half of a surrogate pair"),
         ("[1]", "found list"),
         ('{"text": "x"}', "none of the keys"),
         ('{"prompt": "x", "turns": ["y"]}', "prompt and turns"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,21 @@ def test_duplicate_tokens_are_refused() -> None:
 def test_merges_of_unknown_tokens_are_refused() -> None:
     with pytest.raises(CheckpointError, match="merge 'w x'"):
         build_tokenizer(vocabulary(merges=("w x",)))
+
+
+def test_damaged_files_never_end_in_a_traceback(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", tiny_model(tiny_config("llama"))).read_bytes()
+    chosen = random.Random(5)
+    refused = 0
+    for number in range(60):
+        damaged = bytearray(whole)
+        for _ in range(chosen.randint(1, 6)):
+            damaged[chosen.randrange(6000)] = chosen.randrange(256)
+        path, out = tmp_path / "damaged.gguf", tmp_path / str(number)
+        path.write_bytes(damaged)
+        out.mkdir()
+        try:
+            convert_gguf(path, out)
+        except CheckpointError:
+            refused += 1
+    assert refused > 5

