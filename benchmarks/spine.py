@@ -1,6 +1,6 @@
 """Measure plain decoding, history drafting and transformers, and put the figures into the README.
 
-    python benchmarks/spine.py                 measure both dtypes, then publish (about 40 minutes on 2 cores)
+    python benchmarks/spine.py                 measure both dtypes, then publish (about half an hour on 2 cores)
     python benchmarks/spine.py --publish-only  rewrite the README table from docs/figures/spine
 
 An interrupted run resumes. Prompts: benchmarks/*.jsonl; `--smoke FILE` adds a file measured without the peer.
@@ -23,6 +23,7 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 DTYPES = ("float32", "bfloat16")
 RECIPES = ("vanilla", "ngram", "suffix")
+LENGTH = ["--max-new-tokens", "64"]
 KINDS = ("code_edits", "extraction", "open")
 
 
@@ -106,16 +107,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--publish-only", action="store_true", help="do not measure")
     parser.add_argument("--smoke", type=Path, help="another prompt file, measured without the peer")
-    parser.add_argument("--limit", type=int, default=5, help="prompts of each kind")
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each kind")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="only this one; may be repeated")
     options = parser.parse_args()
     if not options.publish_only:
         data = [ROOT / "benchmarks" / f"{kind}.jsonl" for kind in KINDS]
-        for dtype in DTYPES:
-            measure(
-                dtype, "peer", data, ["--peer", "transformers", "--limit", str(options.limit), "--max-new-tokens", "96"]
-            )
+        for dtype in options.dtype or DTYPES:
+            measure(dtype, "peer", data, ["--peer", "transformers", "--limit", str(options.limit), *LENGTH])
             if options.smoke:
-                measure(dtype, "smoke", [options.smoke], ["--max-new-tokens", "96"])
+                measure(dtype, "smoke", [options.smoke], LENGTH)
     publish()
 
 

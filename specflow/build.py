@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specflow.allocator import keep_freed_memory
+from specflow.allocator import keep_freed_memory, return_freed_memory
 from specflow.draft.base import SourceContext
 from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.errors import ModelError
@@ -96,13 +96,15 @@ def load_target(section: TargetSection) -> LoadedTarget:
     dtype = _dtype(section.dtype, device, config)
     invariant = None if section.row_invariant == "auto" else section.row_invariant
     options = TargetOptions(files.name, dtype, device, codec.stop_ids, invariant)
+    if device.type == "cpu":
+        return_freed_memory()
     target: Target
     if _takes_native(section, config):
         target = NativeTarget(config, read_tensors(files.directory), options)
     else:
         target = load_huggingface(files.directory, options, section.trust_remote_code)
     if device.type == "cpu":
-        keep_freed_memory()  # not before: what loading frees would stay too
+        keep_freed_memory()
     return LoadedTarget(target, codec)
 
 
