@@ -143,7 +143,7 @@ class ByMatchConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     per_match: float = Field(2.0, gt=0.0, description="most draft tokens per matched token")
-    row_price: float = Field(0.03, ge=0.0, description="cost of one more row of a target pass, in plain steps")
+    row_price: float = Field(0.05, ge=0.0, description="cost of one more row of a target pass, in plain steps")
     fixed_price: float = Field(0.05, ge=0.0, description="cost of drafting at all, in plain steps")
     probe: int = Field(16, ge=1, description="rounds until match lengths that did not pay are tried again")
 
@@ -162,7 +162,7 @@ class ByMatch:
     """
 
     def __init__(
-        self, k: int, per_match: float = 2.0, row_price: float = 0.03, fixed_price: float = 0.05, probe: int = 16
+        self, k: int, per_match: float = 2.0, row_price: float = 0.05, fixed_price: float = 0.05, probe: int = 16
     ) -> None:
         assert k >= 1, f"k is {k}"
         self.k = k

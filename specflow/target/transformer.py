@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specflow.draft.nn.attention import KEY_STEP, plan_attention
+from specflow.draft.nn.attention import KEY_STEP, KeyRooms, plan_attention
 from specflow.draft.nn.block import BlockWeights, DecoderBlock, Pass, RMSNorm
 from specflow.draft.nn.linear import Linear, is_row_invariant
 from specflow.draft.nn.rope import RotaryTable
@@ -81,7 +81,7 @@ class NativeTarget:
         self._rotary.grow(-(-capacity // KEY_STEP) * KEY_STEP)
         return KVCache(arch.num_layers, batch, arch.num_kv_heads, capacity, arch.head_width, like=self.embedding)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(
         self,
         tokens: Tensor,
@@ -109,7 +109,7 @@ class NativeTarget:
         for index in range(first, end):
             block = self.blocks[index]
             if index not in left_out.attention:
-                hidden = hidden + block.attend(hidden, *cache.layer(index), shared)
+                hidden = hidden + block.attend(hidden, index, shared)
             if index not in left_out.mlp:
                 hidden = hidden + block.feed(hidden, shared)
             if index in taps:
@@ -127,13 +127,14 @@ class NativeTarget:
     def _share(self, positions: Tensor, cache: KVCache, mask: Tensor | None, exact: bool) -> Pass:
         arch = self.architecture
         lengths, dtype = cache.lengths, self.embedding.dtype
-        cos, sin = self._rotary.at(positions.reshape(-1))
+        cos, sin = self._rotary.at(positions.reshape(-1), arch.num_heads + arch.num_kv_heads, arch.num_kv_heads)
         full = windowed = None
         if not all(arch.windowed):
             full = plan_attention(lengths, positions, mask, None, exact, dtype)
         if arch.window is not None:
             windowed = plan_attention(lengths, positions, mask, arch.window, exact, dtype)
-        return Pass(cos, sin, full, windowed, split=exact)
+        rooms = KeyRooms(cache.data, full or windowed)
+        return Pass(cos, sin, rooms, full, windowed, split=exact)
 
     def _is_row_invariant(self, dtype: torch.dtype) -> bool:
         """Try these weights on this device: every linear at every width, then passes at a few."""

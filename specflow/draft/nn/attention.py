@@ -13,10 +13,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["KEY_STEP", "AttentionPlan", "plan_attention"]
+__all__ = ["KEY_STEP", "AttentionPlan", "KeyRooms", "plan_attention"]
 
 KEY_STEP = 64
 """Key lengths are rounded up to a multiple of this in the row-invariant layout."""
+
+
+class KeyRooms:
+    """Views of every layer's key and value slots that one pass writes and reads.
+
+    Cut once a pass for all layers: after a linear has streamed its weights through the CPU's caches, every operator
+    costs several times what it costs alone, so a layer should run few of them.
+
+    Args:
+        data: Slots of all layers, keys and values.  # [L, 2, B, Hk, capacity, Dh]
+        plan: Any plan of the pass; all see the same slots.
+    """
+
+    def __init__(self, data: Tensor, plan: AttentionPlan) -> None:
+        rows = plan.rows
+        spans = [slice(b * rows, (b + 1) * rows) for b in range(len(plan.lengths))]
+        fresh = [data[:, :, b, :, length : length + rows].unbind(0) for b, length in enumerate(plan.lengths)]
+        self._fresh = list(zip(spans, fresh, strict=True))
+        if plan.rowwise:
+            seen = [data[:, :, b, :, : bias.shape[-1]].unsqueeze(2) for b, bias in enumerate(plan.biases)]
+            seen = [part.expand(-1, -1, rows, -1, -1, -1) for part in seen]
+        else:
+            seen = [data[..., : plan.biases[0].shape[-1], :]]
+        self._seen = [part.flatten(0, 1).unbind(0) for part in seen]
+
+    def write(self, layer: int, fresh: Tensor) -> None:
+        """Put the pass's rows above the committed ones.  # [B * M, 2, Hk, Dh]"""
+        for span, rooms in self._fresh:
+            rooms[layer].copy_(fresh[span].permute(1, 2, 0, 3))
+
+    def read(self, layer: int, part: int) -> tuple[Tensor, Tensor]:
+        """Keys and values to attend over, of batch row `part` in the rowwise layout, of all rows (part 0) otherwise."""
+        return self._seen[part][2 * layer], self._seen[part][2 * layer + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,43 +61,36 @@ class AttentionPlan:
     rowwise: bool
     biases: Sequence[Tensor]  # rowwise: B tensors [M, 1, 1, S_b]; together: one tensor [B, 1, M, S]
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, queries: Tensor, rooms: KeyRooms, layer: int, scale: float) -> Tensor:
         """Attention of all rows.
 
         Args:
             queries: Rotated queries.  # [B * M, Hq, Dh]
-            keys: All key slots, the pass's rows already written.  # [B, Hk, capacity, Dh]
-            values: Likewise.  # [B, Hk, capacity, Dh]
+            rooms: The pass's rows are already written.
+            layer: Which layer's slots.
+            scale: Factor of the scores.
 
         Returns:
             Mixed values.  # [B * M, Hq * Dh]
         """
         if self.rowwise:
-            return self._attend_rowwise(queries, keys, values, scale)
+            return self._attend_rowwise(queries, rooms, layer, scale)
         batch, width = len(self.lengths), queries.shape[-1]
-        bias = self.biases[0]
-        slots = bias.shape[-1]
         heads = queries.view(batch, self.rows, -1, width).transpose(1, 2)
-        keys, values = keys[:, :, :slots], values[:, :, :slots]
+        keys, values = rooms.read(layer, 0)
+        bias = self.biases[0]
         mixed = F.scaled_dot_product_attention(heads, keys, values, attn_mask=bias, scale=scale, enable_gqa=True)
         return mixed.transpose(1, 2).reshape(batch * self.rows, -1)
 
-    def _attend_rowwise(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        num_kv_heads, width = keys.shape[1], keys.shape[3]
-        group = queries.shape[1] // num_kv_heads
+    def _attend_rowwise(self, queries: Tensor, rooms: KeyRooms, layer: int, scale: float) -> Tensor:
         mixed = []
         for b, bias in enumerate(self.biases):
-            slots = bias.shape[-1]
-            shape = (self.rows, num_kv_heads, slots, width)
-            mixed.append(
-                F.scaled_dot_product_attention(
-                    queries[b * self.rows : (b + 1) * self.rows].view(self.rows, num_kv_heads, group, width),
-                    keys[b, :, :slots].unsqueeze(0).expand(shape),
-                    values[b, :, :slots].unsqueeze(0).expand(shape),
-                    attn_mask=bias.expand(self.rows, 1, group, slots),
-                    scale=scale,
-                ).view(self.rows, -1)
-            )
+            keys, values = rooms.read(layer, b)
+            heads = queries if len(self.biases) == 1 else queries[b * self.rows : (b + 1) * self.rows]
+            heads = heads.view(self.rows, keys.shape[1], -1, keys.shape[3])
+            bias = bias.expand(-1, -1, heads.shape[2], -1)
+            out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=bias, scale=scale)
+            mixed.append(out.view(self.rows, -1))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 

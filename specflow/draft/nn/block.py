@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specflow.draft.nn.attention import AttentionPlan
+from specflow.draft.nn.attention import AttentionPlan, KeyRooms
 from specflow.draft.nn.linear import MAX_INVARIANT_ROWS, Linear
 from specflow.draft.nn.rope import rotate
 
@@ -16,23 +16,30 @@ __all__ = ["BlockWeights", "DecoderBlock", "Pass", "RMSNorm"]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (1910.07467), computed in float32 inside the kernel."""
+    """Root-mean-square norm (1910.07467), in float32 or wider, as x / hypot(|x|, sqrt(H eps)) * weight sqrt(H).
+
+    The same function as `F.rms_norm`, in four operators where that runs seven: 1 to 3 ms of a pass of 30 layers.
+    """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.eps = eps
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.gain = nn.Parameter(weight.to(wide) * weight.shape[0] ** 0.5, requires_grad=False)
+        self.floor = torch.tensor((weight.shape[0] * eps) ** 0.5, dtype=wide, device=weight.device)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return F.rms_norm(rows, self.weight.shape, self.weight, self.eps)
+        """# [..., H] -> [..., H]"""
+        length = torch.linalg.vector_norm(rows, 2, -1, True, dtype=self.gain.dtype).hypot_(self.floor)
+        return (rows / length * self.gain).to(rows.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """What all layers of one pass share."""
 
-    cos: Tensor  # [R, 1, Dh], R = B * M
-    sin: Tensor  # [R, 1, Dh]
+    cos: Tensor  # [R, Hq + 2 Hk, Dh], R = B * M; 1 for value heads
+    sin: Tensor  # likewise; 0 for value heads
+    rooms: KeyRooms
     full: AttentionPlan | None  # None where all layers have a sliding window
     windowed: AttentionPlan | None  # None where no layer has one
     split: bool  # run linears in pieces of at most MAX_INVARIANT_ROWS rows
@@ -80,13 +87,13 @@ class DecoderBlock(nn.Module):
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.out, self.gate_up, self.down
 
-    def attend(self, hidden: Tensor, keys: Tensor, values: Tensor, shared: Pass) -> Tensor:
+    def attend(self, hidden: Tensor, layer: int, shared: Pass) -> Tensor:
         """The attention branch; writes this pass's key and value rows above the committed ones.
 
         Args:
             hidden: Residual stream; a single row may be padded to two.  # [R, H]
-            keys: This layer's key slots.  # [B, Hk, capacity, Dh]
-            values: Likewise.
+            layer: Which slots of the cache are this block's.
+            shared: What all layers of the pass share.
 
         Returns:
             What to add to the residual stream.  # as hidden
@@ -95,21 +102,13 @@ class DecoderBlock(nn.Module):
         assert plan is not None
         real = shared.cos.shape[0]
         heads = shared.apply(self.qkv, self.attention_norm(hidden))[:real].view(real, -1, self.head_width)
-        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        queries, fresh_keys, fresh_values = torch.split(heads, sizes, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
-            queries, fresh_keys = self.query_norm(queries), self.key_norm(fresh_keys)
+            queries, keys, values = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            heads = torch.cat((self.query_norm(queries), self.key_norm(keys), values), dim=1)
         if self.rotary:
-            joined = heads[:, : self.num_heads + self.num_kv_heads]
-            if self.query_norm is not None:
-                joined = torch.cat((queries, fresh_keys), dim=1)
-            rotated = rotate(joined, shared.cos, shared.sin)
-            queries, fresh_keys = torch.split(rotated, sizes[:2], dim=1)
-        for b, length in enumerate(plan.lengths):
-            rows = slice(b * plan.rows, (b + 1) * plan.rows)
-            keys[b, :, length : length + plan.rows] = fresh_keys[rows].transpose(0, 1)
-            values[b, :, length : length + plan.rows] = fresh_values[rows].transpose(0, 1)
-        mixed = plan.attend(queries, keys, values, self.scale)
+            heads = rotate(heads, shared.cos, shared.sin)
+        shared.rooms.write(layer, heads[:, self.num_heads :].view(real, 2, self.num_kv_heads, self.head_width))
+        mixed = plan.attend(heads[:, : self.num_heads], shared.rooms, layer, self.scale)
         return shared.apply(self.out, mixed.expand(hidden.shape[0], -1) if real == 1 else mixed)
 
     def feed(self, hidden: Tensor, shared: Pass) -> Tensor:

@@ -119,5 +119,5 @@ def _reorder(weight: Tensor) -> Tensor:
 
 
 def _run_packed(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], "")
     return out

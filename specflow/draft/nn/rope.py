@@ -56,14 +56,27 @@ class RotaryTable:
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), self._frequencies.float())
         angles = torch.cat((angles, angles), dim=-1).to(wide)
         self._cos = (angles.cos() * self._gain).to(self._device, self._dtype)
-        self._sin = (angles.sin() * self._gain).to(self._device, self._dtype)
+        sines = angles.sin() * self._gain
+        sines[:, : sines.shape[1] // 2].neg_()
+        self._sin = sines.to(self._device, self._dtype)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [R] -> cos [R, 1, Dh], sin [R, 1, Dh]"""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+    def at(self, positions: Tensor, rotated: int, kept: int) -> tuple[Tensor, Tensor]:
+        """Factors for `rotate` on heads of which the first are rotated and the others kept as they are.
+
+        Args:
+            positions: Absolute positions.  # [R]
+
+        Returns:
+            Cosines, and sines with the sign of the first half turned.  # [R, rotated + kept, Dh] each
+        """
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return (
+            torch.cat((cos.expand(-1, rotated, -1), torch.ones_like(cos).expand(-1, kept, -1)), dim=1),
+            torch.cat((sin.expand(-1, rotated, -1), torch.zeros_like(sin).expand(-1, kept, -1)), dim=1),
+        )
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of every head.  # [R, heads, Dh]"""
-    half = heads.shape[-1] // 2
-    return heads * cos + torch.cat((-heads[..., half:], heads[..., :half]), dim=-1) * sin
+    """Rotate the halves of every head; the sign of the rotation is in the sines.  # [R, heads, Dh] each"""
+    halves = heads.unflatten(-1, (2, -1))
+    return torch.addcmul(heads * cos, halves.flip(-2).flatten(-2), sin)
