@@ -94,7 +94,10 @@ class NativeTarget:
         hidden_in: Tensor | None = None,
         rows: Literal["all", "last"] = "all",
     ) -> TargetOutput:
-        """See `Target.forward`. Prefill passes (rows="last") take the ordinary layouts: both sides share them."""
+        """See `Target.forward`. Prefill passes (rows="last") take the ordinary layouts: both sides share them.
+
+        Outputs are inference tensors: clone them before training on them or writing into them.
+        """
         assert isinstance(cache, KVCache)
         batch, width = tokens.shape
         exact = self._row_invariant and rows == "all"
@@ -133,8 +136,9 @@ class NativeTarget:
             full = plan_attention(lengths, positions, mask, None, exact, dtype)
         if arch.window is not None:
             windowed = plan_attention(lengths, positions, mask, arch.window, exact, dtype)
-        rooms = KeyRooms(cache.data, full or windowed)
-        return Pass(cos, sin, rooms, full, windowed, split=exact)
+        plan = full or windowed
+        assert plan is not None, "a model without layers"
+        return Pass(cos, sin, KeyRooms(cache.data, plan), full, windowed, split=exact)
 
     def _is_row_invariant(self, dtype: torch.dtype) -> bool:
         """Try these weights on this device: every linear at every width, then passes at a few."""

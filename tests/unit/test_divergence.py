@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,8 +59,9 @@ def test_two_tokens_with_nearly_the_same_logit_are_a_tie(monkeypatch: pytest.Mon
 
     def close(*args: Any, **options: Any) -> Any:
         output = forward(*args, **options)
-        output.logits[..., second] = output.logits[..., text[7]] - 5e-7
-        return output
+        logits = output.logits.clone()
+        logits[..., second] = logits[..., text[7]] - 5e-7
+        return replace(output, logits=logits)
 
     monkeypatch.setattr(target, "forward", close)
     found = DivergenceJudge(target, Sampling()).judge(ASK, changed(text, 7, second), text)

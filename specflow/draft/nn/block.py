@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """# [..., H] -> [..., H]"""
-        length = torch.linalg.vector_norm(rows, 2, -1, True, dtype=self.gain.dtype).hypot_(self.floor)
+        length: Tensor = torch.linalg.vector_norm(rows, 2, -1, True, dtype=self.gain.dtype).hypot_(self.floor)
         return (rows / length * self.gain).to(rows.dtype)
 
 
@@ -103,7 +103,8 @@ class DecoderBlock(nn.Module):
         real = shared.cos.shape[0]
         heads = shared.apply(self.qkv, self.attention_norm(hidden))[:real].view(real, -1, self.head_width)
         if self.query_norm is not None and self.key_norm is not None:
-            queries, keys, values = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+            queries, keys, values = torch.split(heads, sizes, dim=1)
             heads = torch.cat((self.query_norm(queries), self.key_norm(keys), values), dim=1)
         if self.rotary:
             heads = rotate(heads, shared.cos, shared.sin)

@@ -78,5 +78,5 @@ class RotaryTable:
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the halves of every head; the sign of the rotation is in the sines.  # [R, heads, Dh] each"""
-    halves = heads.unflatten(-1, (2, -1))
-    return torch.addcmul(heads * cos, halves.flip(-2).flatten(-2), sin)
+    halves = heads.view(*heads.shape[:-1], 2, -1)
+    return torch.addcmul(heads * cos, halves.flip(-2).view(heads.shape), sin)
