@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from specflow.recipe import read_recipe
+from specflow.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_the_recipe_that_is_read_aloud_is_a_recipe(tmp_path: Path) -> None:
     assert block is not None
     path = tmp_path / "readme.yaml"
     path.write_text(block.group(1), encoding="utf-8")
-    assert read_recipe(path).draft is not None
+    assert load_recipe(str(path)).draft is not None
 
 
 def test_the_graph_in_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
