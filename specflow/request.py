@@ -176,7 +176,7 @@ class RequestState:
         assert self.finish is not None
         logprobs: tuple[float, ...] | None = None
         if self.request.sampling.logprobs:
-            logprobs = tuple(value for piece in self.logprobs for value in piece.tolist())[: len(self.tokens)]
+            logprobs = tuple(value for piece in self.logprobs for value in piece.tolist())
         return Generation(
             prompt_tokens=self.request.prompt,
             tokens=tuple(self.tokens),

@@ -15,12 +15,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("specflow", "tuner")
 
+DECLARATIVE = ("recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts", "graph_checks", "draw", "svg")
+"""What a user writes and sees: recipes, graphs and their pictures."""
+
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "allocator"),
     ("types",),
     ("tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance"),
     ("target", "draft", "verify", "length", "text", "request", "handover"),
-    ("engine", "recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts", "graph_checks", "draw", "svg"),
+    ("engine", *DECLARATIVE),
     ("build",),
     ("bench",),
     ("cli", "__main__"),
@@ -28,18 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 """Parts of specflow by level: a part imports parts of its own level and below, never above."""
 
 FORBIDDEN = {
-    "engine": (
-        "recipe",
-        "recipe_sections",
-        "recipe_yaml",
-        "graph",
-        "graph_parts",
-        "graph_checks",
-        "draw",
-        "svg",
-        "build",
-        "cli",
-    ),
+    "engine": (*DECLARATIVE, "build", "cli"),
     "draft": ("verify", "length", "engine", "build", "cli"),
     "target": ("verify", "length", "sampling", "engine", "build", "cli"),
     "verify": ("target", "draft", "length"),
@@ -47,18 +39,7 @@ FORBIDDEN = {
 }
 """Arrows that levels alone do not forbid."""
 
-TORCH_FREE = (
-    "recipe",
-    "recipe_sections",
-    "recipe_yaml",
-    "graph",
-    "graph_parts",
-    "graph_checks",
-    "draw",
-    "svg",
-    "rules",
-    "draft.registry",
-)
+TORCH_FREE = (*DECLARATIVE, "rules", "draft.registry")
 """Modules that validate recipes and draw graphs: no torch at module level, and nothing that brings it."""
 
 HEAVY = ("torch", "transformers", "onnxruntime", "optuna")
