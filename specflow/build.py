@@ -14,6 +14,7 @@ from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.errors import ModelError
 from specflow.graph import DecodeGraph, TargetFacts
 from specflow.length import POLICIES, Fixed
+from specflow.recipe_sections import TargetSection
 from specflow.target.architecture import NATIVE_FAMILIES, native_refusal
 from specflow.target.base import TargetOptions
 from specflow.target.huggingface import load_huggingface
@@ -24,10 +25,10 @@ from specflow.verify import RULES
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from specflow.draft.base import Drafter
+    from specflow.draft.base import Drafter, Draw
     from specflow.length import LengthPolicy
     from specflow.recipe import Recipe
-    from specflow.recipe_sections import TargetSection
+    from specflow.recipe_sections import VerifySection
     from specflow.target.base import Target
     from specflow.target.store import ModelFiles
     from specflow.text import TextCodec
@@ -75,7 +76,7 @@ def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = Non
         codec=loaded.codec,
         rule=rule,
         length=length,
-        drafter=_drafter(recipe, loaded.target),
+        drafter=_drafter(recipe, loaded),
     )
     runtime = recipe.runtime
     return Engine(parts, EngineSettings(runtime.batch, runtime.context, runtime.prefill_chunk))
@@ -161,7 +162,29 @@ def _length(recipe: Recipe) -> LengthPolicy:
     return POLICIES[recipe.length.policy].policy(k=recipe.draft.k, **recipe.length.options)
 
 
-def _drafter(recipe: Recipe, target: Target) -> Drafter | None:
-    if recipe.draft is None or recipe.draft.k == 0:
+def _drafter(recipe: Recipe, loaded: LoadedTarget) -> Drafter | None:
+    draft = recipe.draft
+    if draft is None or draft.k == 0:
         return None
-    return recipe.draft.info.build(recipe.draft.options, SourceContext(target=target, k=recipe.draft.k))
+    context = SourceContext(
+        target=loaded.target,
+        k=draft.k,
+        dependency=draft.dependency,
+        draw=_draw(recipe.verify),
+        confidence="confidence" in POLICIES[recipe.length.policy].needs,
+        codec=loaded.codec,
+        load_model=_load_model,
+    )
+    return draft.info.build(draft.options, context)
+
+
+def _draw(verify: VerifySection) -> Draw:
+    """What the rule makes most of: laws to weigh, the target's own numbers, or the likeliest token."""
+    if verify.info.needs_law:
+        return "sampled"
+    return "coupled" if verify.info.same_text else "greedy"
+
+
+def _load_model(model: str, dtype: str, device: str) -> tuple[Target, TextCodec]:
+    loaded = load_target(TargetSection.model_validate({"model": model, "dtype": dtype, "device": device}))
+    return loaded.target, loaded.codec

@@ -12,12 +12,13 @@ import torch
 
 from specflow.draft.base import Needs
 from specflow.errors import RequestError
-from specflow.handover import Prompt, empty_block, features_of, prefill
+from specflow.handover import Prompt, empty_block, features_of, prefill, score_block
 from specflow.measure import Clock
 from specflow.noise import RoundNoise
 from specflow.request import Event, Request, RequestState, make_requests
 from specflow.sampling import BatchSampler
-from specflow.types import PAD, DraftBlock, Generation, Observation, Sampling, TargetOutput, Timings, Verdict
+from specflow.tree import extents
+from specflow.types import PAD, DraftBlock, Generation, Observation, Sampling, TargetOutput, Timings
 from specflow.verify import Match
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from specflow.draft.base import Drafter
     from specflow.length import LengthPolicy
-    from specflow.target.base import Cache, Target
+    from specflow.target.base import Cache, Exactness, Target
     from specflow.text import TextCodec
     from specflow.verify import Rule
 
@@ -73,6 +74,12 @@ class Engine:
         self._began = 0.0
         self._run: object = None  # the call that owns the state above
 
+    @property
+    def exactness(self) -> Exactness:
+        """What equal texts can be expected: rows of a tree do not have the bits they have one at a time."""
+        branches = self._drafter is not None and self._drafter.branches
+        return "tie-exact" if branches else self.target.info.exactness
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -115,10 +122,12 @@ class Engine:
         self._states, self._began = [], perf_counter()
         waiting, batch = deque(requests), min(self.settings.batch, len(requests))
         longest = max(len(request.prompt) + request.sampling.max_new_tokens for request in requests)
-        self._cache = self.target.new_cache(batch, min(longest, self.context_length) + self._length.k + 1)
-        for part in (self._sampler, self._length, self._drafter):
-            if part is not None:
-                part.reset(batch)
+        nodes = self._drafter.num_nodes if self._drafter is not None else 0
+        self._cache = self.target.new_cache(batch, min(longest, self.context_length) + nodes + 1)
+        self._sampler.reset(batch)
+        self._length.reset(batch)
+        if self._drafter is not None:
+            self._drafter.reset(batch, self._cache)
         while waiting or self._states:
             if self._run is not run:
                 raise RequestError("engine", "another call began before this one ended", "one call at a time", ONE_CALL)
@@ -139,16 +148,17 @@ class Engine:
         noise = RoundNoise([state.request.seed for state in states], starts, self.target.info.device)
         block = self._propose(anchors, noise)
         clock.lap("draft_s")
-        output = self._score(anchors, block, starts)
+        output = score_block(self.target, self._cache, anchors, block, self._needs)
         clock.lap("target_s")
         law = self._sampler.law(output.logits, block, [len(state.tokens) for state in states])
         verdict = self._rule.verify(block, law, noise)
         asked = any(state.request.sampling.logprobs for state in states)
         logprobs = law.logprob(verdict.tokens, verdict.path) if asked else None
-        host = verdict.tokens.tolist()  # the one copy of a round
+        host = torch.cat((verdict.tokens, extents(block)), dim=1).tolist()  # the one copy of a round
         clock.lap("verify_s")
-        committed = [self._commit(b, row, block, logprobs) for b, row in enumerate(host)]
-        self._tell(committed, block, output, verdict)
+        committed = [self._commit(b, row, logprobs) for b, row in enumerate(host)]
+        path = None if block.topology.is_chain else verdict.path
+        self._tell(committed, [row[-1] for row in host], output, path)
         clock.lap("other_s")
         for state in states:
             state.timings.add(spent)
@@ -166,35 +176,27 @@ class Engine:
         info = self.target.info
         return empty_block(len(states), info.vocab_size, info.device)
 
-    def _score(self, anchors: Sequence[int], block: DraftBlock, starts: Sequence[int]) -> TargetOutput:
-        tokens, positions = torch.tensor([anchors, starts], device=self.target.info.device).unsqueeze(2)
-        if block.num_nodes:
-            tokens = torch.cat((tokens, block.tokens), dim=1)
-            positions = (positions + block.topology.depth).clamp_max(self.context_length - 1)  # of PAD rows
-        mask = None if block.topology.is_chain else block.topology.ancestors
-        return self.target.forward(tokens, positions, self._cache, mask, self._needs.taps)
-
-    def _commit(self, row: int, verified: Sequence[int], block: DraftBlock, logprobs: Tensor | None) -> list[int]:
+    def _commit(self, row: int, found: Sequence[int], logprobs: Tensor | None) -> list[int]:
         """Give a request its tokens, up to the first stop, and count them."""
-        state = self._states[row]
+        state, (*verified, nodes, depth) = self._states[row], found
         tokens = [token for token in verified if token != PAD]
         kept = state.append(tokens)
-        state.count_round(block.lengths[row], block.depth_of(row), len(tokens) - 1, kept)
+        state.count_round(nodes, depth, len(tokens) - 1, kept)
         if logprobs is not None:
             state.logprobs.append(logprobs[row, :kept])
         return tokens[:kept]
 
-    def _tell(self, committed: list[list[int]], block: DraftBlock, output: TargetOutput, verdict: Verdict) -> None:
+    def _tell(self, committed: list[list[int]], drafted: list[int], output: TargetOutput, path: Tensor | None) -> None:
         """Commit cache rows and let everything that learns from a round see what became true."""
         starts, rows = tuple(self._cache.lengths), range(len(committed))
         counts = tuple(len(tokens) for tokens in committed)
-        path = None if block.topology.is_chain else verdict.path
         self._cache.keep(counts, path)
         self._sampler.commit(rows, committed)
-        self._length.observe([block.depth_of(row) for row in rows], [count - 1 for count in counts])
+        accepted = tuple(count - 1 for count in counts)
+        self._length.observe(drafted, accepted)
         if self._drafter is not None:
-            features = features_of(output, self._needs, path)
-            self._drafter.observe(Observation(tuple(map(tuple, committed)), starts, counts, features), rows)
+            features, own = features_of(output, self._needs, path), accepted if path is None else ()
+            self._drafter.observe(Observation(tuple(map(tuple, committed)), starts, counts, features, own), rows)
 
     def _admit(self, request: Request, row: int) -> Event:
         """Prefill a request into a row of the batch and sample its first token, the first anchor."""
@@ -205,7 +207,7 @@ class Engine:
         self._sampler.start(row, request.sampling, request.seed, request.prompt)
         self._length.start(row)
         if self._drafter is not None:
-            self._drafter.start(row, request.prompt)
+            self._drafter.start(row, request.prompt, request.sampling)
         last = len(request.prompt) - 1
         prompt, view = Prompt(request.prompt, self.settings.prefill_chunk, row), self._cache.row(row)
         output, begin = prefill(self.target, view, prompt, self._drafter)

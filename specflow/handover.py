@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from specflow.draft.base import Drafter
     from specflow.target.base import Cache, Target
 
-__all__ = ["Prompt", "empty_block", "features_of", "prefill"]
+__all__ = ["Prompt", "empty_block", "features_of", "prefill", "score_block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,27 @@ def prefill(target: Target, cache: Cache, prompt: Prompt, drafter: Drafter | Non
             features = features_of(output, needs)
             drafter.observe(Observation((following,), (begin,), (len(part),), features), [prompt.row])
     return output, begin
+
+
+def score_block(target: Target, cache: Cache, anchors: Sequence[int], block: DraftBlock, needs: Needs) -> TargetOutput:
+    """One pass over each row's anchor and its block; through the rest of the layers where the draft has run the first.
+
+    Args:
+        target: Scores them.
+        cache: All committed tokens but the anchors.
+        anchors: Last committed token of each row.  # [B]
+        block: What was drafted.
+        needs: Features the drafter wants of these rows.
+    """
+    tokens, positions = torch.tensor([anchors, cache.lengths], device=target.info.device).unsqueeze(2)
+    if block.num_nodes:
+        tokens = torch.cat((tokens, block.tokens), dim=1)
+        positions = (positions + block.topology.depth).clamp_max(target.info.context_length - 1)  # of PAD rows
+    mask = None if block.topology.is_chain else block.topology.ancestors
+    if (entry := block.entry) is None:
+        return target.forward(tokens, positions, cache, mask, needs.taps)
+    rest = entry.layer, target.info.num_layers
+    return target.forward(tokens, positions, cache, mask, needs.taps, layers=rest, hidden_in=entry.hidden)
 
 
 def empty_block(batch: int, vocab_size: int, device: torch.device) -> DraftBlock:

@@ -50,19 +50,20 @@ class RoundNoise:
 
     def rows(self, stream: str, topology: Topology) -> Tensor:
         """A number for each row of the pass, keyed by the position of the token it scores.  # [B, M] float64"""
-        return self._at(stream, topology.depth, topology.max_depth, 1)
+        by_depth = self._table(stream, topology.max_depth + 1)
+        return by_depth.gather(1, topology.depth.expand(len(by_depth), -1))
 
-    def nodes(self, stream: str, topology: Topology) -> Tensor:
-        """A number for each node, keyed by its own position.  # [B, N] float64"""
-        return self._at(stream, topology.depth[:, 1:], topology.max_depth, 0)
+    def nodes(self, stream: str, num_nodes: int) -> Tensor:
+        """A number for each node, siblings told apart; in a chain keyed by the node's position.  # [B, N] float64"""
+        return self._table(stream, num_nodes)
 
-    def _at(self, stream: str, depth: Tensor, max_depth: int, offset: int) -> Tensor:
+    def _table(self, stream: str, width: int) -> Tensor:
+        """Numbers of the positions after each row's anchor.  # [B, width] float64"""
         table = []
         for row, start in enumerate(self._starts):
-            key, begin = self._key(stream, row), start + offset
-            table.append([_number(key, position) for position in range(begin, begin + max_depth + 1)])
-        by_depth = torch.tensor(table, dtype=torch.float64, device=self._device)
-        return by_depth.gather(1, depth.expand(len(table), -1))
+            key = self._key(stream, row)
+            table.append([_number(key, position) for position in range(start + 1, start + 1 + width)])
+        return torch.tensor(table, dtype=torch.float64, device=self._device)
 
     def _key(self, stream: str, row: int) -> int:
         key = _mixed(self._seeds[row] ^ _stream_key(stream))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from specflow.types import DraftBlock
 
-__all__ = ["BatchSampler", "TargetLaw", "draw_tokens", "lowest_argmax"]
+__all__ = ["BatchSampler", "TargetLaw", "draw_tokens", "is_greedy", "lowest_argmax", "warp"]
 
 GREEDY_BELOW = 1e-5
 RUN = 128  # long rows are searched in two steps: the run of this many entries, then the entry
@@ -66,6 +66,25 @@ def draw_tokens(weights: Tensor, u: Tensor) -> Tensor:
     run, before = _search(sums, mass)
     index, _ = _search(_pick_run(runs, run).cumsum(-1, dtype=torch.float64), mass - before)
     return (run * RUN + index).squeeze(-1)
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether a request takes the most likely token."""
+    return sampling.temperature < GREEDY_BELOW
+
+
+def warp(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
+    """Probabilities after temperature and truncation, as each request asks; one-hot where it is greedy.
+
+    Args:
+        logits: Over any vocabulary.  # [B, R, V]
+        rows: How each row samples.  # [B]
+
+    Returns:
+        What to draw from.  # [B, R, V] float32 or wider
+    """
+    scores = _wide(logits)
+    return TargetLaw(logits, _warped(scores, rows), [is_greedy(row) for row in rows]).probs()
 
 
 def _search(sums: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +186,7 @@ class _RowState:
 
     def __init__(self, sampling: Sampling, vocab_size: int, model_stops: Sequence[int], device: torch.device) -> None:
         self.sampling = sampling
-        self.greedy = sampling.temperature < GREEDY_BELOW
+        self.greedy = is_greedy(sampling)
         neutral = sampling.repetition_penalty == 1.0 and not (sampling.presence_penalty or sampling.frequency_penalty)
         self._seen = None if neutral else _Seen(vocab_size, device)
         self._edits = not neutral or bool(sampling.logit_bias)
@@ -179,10 +198,6 @@ class _RowState:
         """Let the penalties know of tokens of the prompt or of the text."""
         if self._seen is not None:
             self._seen.add([token for token in tokens if token != PAD], prompt)
-
-    @property
-    def truncation(self) -> tuple[int, float, float]:
-        return self.sampling.top_k, self.sampling.top_p, self.sampling.min_p
 
     def edits(self, generated: int) -> bool:
         """Whether any processor changes this round's logits, given how many tokens the text has."""
@@ -285,7 +300,7 @@ class BatchSampler:
             own = b if len(shape.depth) > 1 else 0
             prefixes = _Prefixes(shape.depth[own], shape.ancestors[own], block.tokens[b])
             states[b].edit(scores[b], prefixes, generated[b])
-        return TargetLaw(logits, _warped(scores, states), greedy)
+        return TargetLaw(logits, _warped(scores, [state.sampling for state in states]), greedy)
 
     def _state(self, sampling: Sampling) -> _RowState:
         return _RowState(sampling, self._vocab_size, self._stop_ids, self._device)
@@ -295,19 +310,20 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _warped(scores: Tensor, states: Sequence[_RowState]) -> Tensor:
+def _warped(scores: Tensor, rows: Sequence[Sampling]) -> Tensor:
     """Temperature and truncation of the sampled rows; rows of equal settings go together.  # [B, M, V] -> [B, M, V]"""
-    temperatures = [1.0 if state.greedy else state.sampling.temperature for state in states]
+    temperatures = [1.0 if is_greedy(row) else row.temperature for row in rows]
     if any(temperature != 1.0 for temperature in temperatures):
         scores = scores / torch.tensor(temperatures, dtype=scores.dtype, device=scores.device).view(-1, 1, 1)
     groups: dict[tuple[int, float, float], list[int]] = {}
-    for b, state in enumerate(states):
-        if not state.greedy and state.truncation != (0, 1.0, 0.0):
-            groups.setdefault(state.truncation, []).append(b)
-    for truncation, rows in groups.items():
-        if len(rows) == len(states):
+    for b, row in enumerate(rows):
+        truncation = row.top_k, row.top_p, row.min_p
+        if not is_greedy(row) and truncation != (0, 1.0, 0.0):
+            groups.setdefault(truncation, []).append(b)
+    for truncation, members in groups.items():
+        if len(members) == len(rows):
             return _truncated(scores, *truncation)
-        index = torch.tensor(rows, device=scores.device)
+        index = torch.tensor(members, device=scores.device)
         scores = scores.index_copy(0, index, _truncated(scores[index], *truncation))
     return scores
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from specflow.types import PAD, Topology
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from specflow.types import DraftBlock
 
-__all__ = ["chain", "from_parents", "path_to", "scoring_rows", "valid_nodes"]
+__all__ = ["chain", "extents", "from_parents", "path_to", "scoring_rows", "valid_nodes"]
 
 
 @lru_cache(maxsize=1024)
@@ -69,3 +70,9 @@ def path_to(topology: Topology, row_index: Tensor) -> Tensor:
 def valid_nodes(block: DraftBlock) -> Tensor:
     """Which nodes of a ragged block hold a token.  # [B, N] bool"""
     return block.tokens >= 0
+
+
+def extents(block: DraftBlock) -> Tensor:
+    """How many nodes each row has, and how deep they go.  # [B, 2] int64"""
+    there = F.pad(valid_nodes(block), (1, 0), value=True)  # [B, M]
+    return torch.stack((there.sum(1) - 1, (block.topology.depth * there).amax(1)), dim=1)

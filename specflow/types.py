@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PAD",
+    "BlockShape",
     "Counts",
     "DraftBlock",
     "DraftBudget",
+    "Entry",
     "Features",
     "Generation",
     "Law",
@@ -98,10 +100,12 @@ class Sampling(BaseModel):
 class DraftBudget:
     """What a length policy lets a drafter spend this round. Host integers: decided before anything is drafted."""
 
-    tokens: tuple[int, ...]  # [B] most draft tokens for each row; 0 means: do not draft for this row
+    tokens: tuple[int, ...]  # [B] deepest draft position of each row; 0 means: do not draft for this row
     per_match: float | None = None  # draft at most this many tokens per matched token (history sources)
     by_match: tuple[tuple[int, ...], ...] | None = None
     """[B][L] most draft tokens of a row after a match of 1, 2, ... L tokens; the last entry serves longer matches."""
+    stop_below: tuple[float, ...] | None = None
+    """[B] a chain ends after the first token that its drafter gave less probability than this; that token stays."""
 
     @property
     def widest(self) -> int:
@@ -150,19 +154,35 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """Where verification enters the target: the draft has run the layers below for every row of the coming pass.
+
+    Their key and value rows stand in the scratch rows of the target's cache.
+    """
+
+    layer: int  # first layer still to run
+    hidden: Tensor  # [B, M, H] its input
+
+
+@dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """A drafter's proposal. `lengths` is known on the host for chains; nodes at or past a row's length are PAD."""
+    """A drafter's proposal. Nodes that a row does not have are PAD; in a tree, so is everything below them."""
 
     tokens: Tensor  # [B, N] int64
-    lengths: tuple[int, ...]  # [B] number of drafted nodes of each row
+    lengths: tuple[int, ...]  # [B] most nodes of each row, as far as the host knows; the device may hold more PAD
     topology: Topology
     law: Law
-    confidence: Tensor | None = None  # [B, N] probability that the node survives, if a head says so
+    confidence: Tensor | None = None
+    """[B, N] probability that the node stands, given that its parent does; None where nobody says."""
     confidence_from: Literal["context", "prefix", "self"] = "context"
-    """What a node's confidence depends on: the state before the block, earlier tokens too, or the token itself.
-    Only the first two may shorten a block without biasing the law (reference: methods 0.2)."""
+    """What a node's confidence depends on: the state before the block, earlier tokens too, or the token itself."""
+    lengths_from: Literal["context", "prefix", "self"] = "context"
+    """What decides whether a node is there, likewise; "self" biases the law (reference: methods 0.2)."""
     structure_from: Literal["context", "sampled"] = "context"
-    """What the set of nodes and the lengths depend on; "sampled" trees need a rule that knows the sampling order."""
+    """What the shape of the tree depends on; a shape that follows from sampled tokens biases the law."""
+    without_replacement: bool = False
+    """Siblings were drawn one after another, in the order of their indices, each from what the ones before left."""
+    entry: Entry | None = None
     match_lengths: tuple[int, ...] | None = None
     """[B] tokens of committed text that each row's draft continues (history sources); 0 where it continues none."""
 
@@ -170,9 +190,18 @@ class DraftBlock:
     def num_nodes(self) -> int:
         return int(self.tokens.shape[1])
 
-    def depth_of(self, row: int) -> int:
-        """Draft positions of a batch row: its nodes in a chain, at most the tree's depth otherwise."""
-        return min(self.lengths[row], self.topology.max_depth)
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Sizes of a decoder block of the Llama family."""
+
+    hidden_size: int  # H
+    mlp_size: int
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hk
+    head_width: int  # Dh
+    eps: float = 1e-6
+    rope_theta: float = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +216,7 @@ class Skip:
 class TargetOutput:
     """What one target pass yields. New key/value rows stay in the cache's scratch rows until `cache.keep`."""
 
-    logits: Tensor  # [B, M, V], or [B, 1, V] with rows="last"
+    logits: Tensor  # [B, M, V], or [B, 1, V] with rows="last", [B, 0, V] with rows="none"
     taps: Mapping[int, Tensor] = field(
         default_factory=dict
     )  # layer -> [B, M, H], output of that 0-based layer (-1: embedding)
@@ -224,6 +253,20 @@ class Observation:
     starts: tuple[int, ...]  # [B] absolute position of the first feature row of each row
     counts: tuple[int, ...]  # [B] number of feature rows of each row
     features: Features | None = None  # rows at or past a row's count are meaningless
+    own: tuple[int, ...] = ()
+    """[B] how many of the tokens, from the first on, are the receiving drafter's own latest chain; () where none is.
+    Scratch rows it wrote for them still hold."""
+
+    def news(self, index: int, known: int) -> tuple[int, ...]:
+        """Tokens of a row beyond the first `known` ones of its text: prompts are observed again, chunk by chunk.
+
+        Args:
+            index: Place of the row in this observation.
+            known: Tokens of the row's text, prompt included, that the receiver already has.
+        """
+        first = self.starts[index] + 1  # position of tokens[0]
+        assert known >= first, f"{first - known} tokens before position {first} were never observed"
+        return self.tokens[index][known - first :]
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ class Rejection:
             return Match().verify(block, law, noise)
         p = law.probs()
         bar, weight = token_odds(block, p)
-        stands = noise.nodes("accept", block.topology) * weight <= bar
+        stands = noise.nodes("accept", block.num_nodes) * weight <= bar
         accepted = (stands & valid_nodes(block)).long().cumprod(1).sum(1)
         return _recover(block, p, torch.ones_like(bar), accepted, noise)
 
@@ -96,7 +96,7 @@ class BlockRule:
             return Match().verify(block, law, noise)
         p = law.probs()
         bar, weight, reach = block_odds(block, p)
-        stands = (noise.nodes("accept", block.topology) * weight <= bar) & valid_nodes(block)
+        stands = (noise.nodes("accept", block.num_nodes) * weight <= bar) & valid_nodes(block)
         accepted = (block.topology.depth * F.pad(stands, (1, 0))).amax(1)
         return _recover(block, p, reach, accepted, noise)
 
@@ -257,8 +257,7 @@ def _check_block(block: DraftBlock, name: str, config: RejectionConfig) -> None:
         )
     if block.law.is_point or not config.lossless:
         return
-    doubted = block.confidence is not None and block.confidence_from == "self"
-    if block.structure_from == "sampled" or (doubted and min(block.lengths, default=0) < block.num_nodes):
+    if block.structure_from == "sampled" or block.lengths_from == "self":
         raise GraphError(
             f"verify: {name}",
             "a block whose shape depends on its own sampled tokens, which biases the text",

@@ -21,7 +21,7 @@ DECLARATIVE = ("recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "allocator"),
     ("types",),
-    ("tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance"),
+    ("device", "tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance"),
     ("target", "draft", "verify", "length", "text", "request", "handover"),
     ("engine", *DECLARATIVE),
     ("build",),

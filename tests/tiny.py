@@ -11,10 +11,10 @@ from specflow.draft.base import Needs, Uniforms
 from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.law import Dense, PointMass
 from specflow.length import Fixed
-from specflow.target.base import TargetOptions
+from specflow.target.base import Cache, TargetOptions
 from specflow.target.transformer import NativeTarget
 from specflow.tree import chain, from_parents
-from specflow.types import PAD, DraftBlock, DraftBudget, Observation
+from specflow.types import PAD, DraftBlock, DraftBudget, Observation, Sampling
 from specflow.verify import Match, Rule
 
 VOCAB = 61
@@ -71,17 +71,19 @@ class Scripted:
     """A drafter that knows, from a table, what vanilla will say; subclasses bend it."""
 
     needs = Needs()
+    num_nodes = 32
+    branches = False
 
     def __init__(self, futures: Sequence[Sequence[int]] = ()) -> None:
         self._futures = [list(future) for future in futures]  # one a request, in the order they start
         self.calls = 0
 
-    def reset(self, batch: int) -> None:
+    def reset(self, batch: int, cache: Cache) -> None:
         self._waiting = list(self._futures)
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         self._done = [0] * batch
 
-    def start(self, row: int, prompt: Sequence[int]) -> None:
+    def start(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
         self._rows[row] = self._waiting.pop(0) if self._waiting else []
         self._done[row] = 0
 
@@ -138,6 +140,8 @@ class Ragged(Scripted):
 
 class Branching(Scripted):
     """A tree: the right path, a wrong sibling at every depth, and a wrong child below the last right node."""
+
+    branches = True
 
     def propose(self, anchors: Sequence[int], budget: DraftBudget, uniforms: Uniforms) -> DraftBlock | None:
         self.calls += 1

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from specflow.target.base import Target
-    from specflow.types import DraftBlock, DraftBudget, Observation
+    from specflow.target.base import Cache, Target
+    from specflow.text import TextCodec
+    from specflow.types import DraftBlock, DraftBudget, Observation, Sampling
 
-__all__ = ["Drafter", "Needs", "SourceContext", "Uniforms"]
+__all__ = ["Drafter", "Draw", "ModelLoader", "Needs", "SourceContext", "Uniforms"]
+
+Draw = Literal["greedy", "sampled", "coupled"]
+"""How draft tokens are chosen where a request samples.
+
+greedy   the most likely one: a point mass
+sampled  drawn from the draft's law with numbers of their own, for rules that weigh p against q
+coupled  drawn with the very numbers the target will use, for rules that compare: where the laws agree, so do the draws
+"""
+
+ModelLoader = Callable[[str, str, str], "tuple[Target, TextCodec]"]
+"""Loads another language model by name, dtype and device, as recipes spell them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +30,12 @@ class SourceContext:
     """What a source may build its drafter from, beside its own options."""
 
     target: Target
-    k: int  # most draft tokens of a block
+    k: int  # deepest draft position of a block
+    dependency: str = ""  # name of the dependency it is combined with
+    draw: Draw = "greedy"
+    confidence: bool = False  # the length policy reads `DraftBlock.confidence`
+    codec: TextCodec | None = None  # the target's, to compare vocabularies with
+    load_model: ModelLoader | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +55,7 @@ class Uniforms(Protocol):
     """Random numbers of this round, keyed by (request seed, stream, round, absolute position)."""
 
     def uniform(self, stream: str, row: int, position: int) -> float:
-        """A number in [0, 1); the same key always gives the same number."""
+        """A number in (0, 1); the same key always gives the same number."""
 
 
 class Drafter(Protocol):
@@ -47,10 +64,23 @@ class Drafter(Protocol):
     @property
     def needs(self) -> Needs: ...
 
-    def reset(self, batch: int) -> None:
-        """Forget all requests; the next ones use rows 0 .. batch - 1."""
+    @property
+    def num_nodes(self) -> int:
+        """Most nodes of a block, so that caches have room for them."""
 
-    def start(self, row: int, prompt: Sequence[int]) -> None:
+    @property
+    def branches(self) -> bool:
+        """Whether blocks may be trees."""
+
+    def reset(self, batch: int, cache: Cache) -> None:
+        """Forget all requests; the next ones use rows 0 .. batch - 1.
+
+        Args:
+            batch: B.
+            cache: The target's. A drafter may read its committed rows and use its scratch rows by way of `fork`.
+        """
+
+    def start(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """A new request takes this row. Its prompt features follow in observations, chunk by chunk."""
 
     def observe(self, observation: Observation, rows: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specflow.types import Skip, TargetOutput
+    from specflow.types import BlockShape, Skip, TargetOutput
 
 __all__ = ["Cache", "Exactness", "Target", "TargetInfo", "TargetOptions"]
 
@@ -30,7 +30,8 @@ class TargetInfo:
     dtype: torch.dtype
     device: torch.device
     runtime: str  # "native", "transformers", ...
-    exactness: Exactness  # "bit-exact": a row of a pass has the same bits for any number of rows
+    exactness: Exactness  # "bit-exact": a row of a chain pass has the same bits for any number of rows
+    shape: BlockShape  # of its decoder blocks; drafters made for the target start from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,9 @@ class Cache(Protocol):
     def row(self, row: int) -> Cache:
         """A view of one batch row as a batch of one, for its prefill; it shares memory and length."""
 
+    def fork(self) -> Cache:
+        """The same memory with a boundary of its own: what the fork keeps, the original still holds as scratch."""
+
 
 class Target(Protocol):
     """A causal language model that scores several rows in one pass."""
@@ -96,7 +100,7 @@ class Target(Protocol):
         layers: tuple[int, int] | None = None,
         skip: Skip | None = None,
         hidden_in: Tensor | None = None,
-        rows: Literal["all", "last"] = "all",
+        rows: Literal["all", "last", "none"] = "all",
     ) -> TargetOutput:
         """Score rows that follow each request's committed rows.
 
@@ -104,12 +108,22 @@ class Target(Protocol):
             tokens: Token ids; PAD rows are computed and mean nothing.  # [B, M] int64
             positions: Absolute positions.  # [B, M] int64
             cache: Read below its lengths; new rows are written above them.
-            mask: Which new rows a new row sees; None is causal. Committed rows are always seen
-                (within the sliding window, by position).  # [B or 1, M, M] bool
+            mask: Which rows a new row sees; None is causal. The last M columns are the new rows, columns before
+                them the latest committed slots; older ones are always seen (within the sliding window, by
+                position).  # [B or 1, M, P + M] bool
             taps: Layers whose output to return; -1 is the embedding output.
             layers: Half-open range of layers to run; None runs all. A range that ends before the last layer still
                 applies the final norm and the head (early exit).
             skip: Sub-layers to leave out.
             hidden_in: Hidden states to enter the range with, in place of the embedding of `tokens`.  # [B, M, H]
-            rows: Whether the head scores all rows or only the last one (prefill).
+            rows: Whether the head scores all rows, only the last one (prefill) or none.
         """
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embedding as the first layer takes it; PAD gives any row.  # [B, R] -> [B, R, H]"""
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm.  # [B, R, H] -> [B, R, H]"""
+
+    def score(self, normed: Tensor) -> Tensor:
+        """The head.  # [B, R, H] -> [B, R, V]"""

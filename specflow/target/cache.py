@@ -54,8 +54,13 @@ class KVCache:
         self._lengths[self._first + row] = 0
 
     def row(self, row: int) -> KVCache:
+        return self._view(self.data[:, :, row : row + 1], self._lengths, self._first + row)
+
+    def fork(self) -> KVCache:
+        return self._view(self.data, list(self.lengths), 0)
+
+    @staticmethod
+    def _view(data: Tensor, lengths: list[int], first: int) -> KVCache:
         view = object.__new__(KVCache)
-        view.data = self.data[:, :, row : row + 1]
-        view._lengths = self._lengths
-        view._first = self._first + row
+        view.data, view._lengths, view._first = data, lengths, first
         return view

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
@@ -25,7 +25,7 @@ from specflow.target.architecture import SLIDING, attention_kinds, recurrent_rea
 from specflow.target.base import Cache, TargetInfo, TargetOptions
 from specflow.target.cache import KVCache
 from specflow.target.stack import DecoderStack
-from specflow.types import Skip, TargetOutput
+from specflow.types import BlockShape, Skip, TargetOutput
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -49,7 +49,7 @@ class HuggingFaceTarget:
             ModelError: It does not honour explicit masks, positions and caches.
         """
         config = model.config.get_text_config(decoder=True)
-        self._model: nn.Module = model.train(False).requires_grad_(False)
+        self._model: Any = model.train(False).requires_grad_(False)
         kinds, window = attention_kinds(config)
         self._windows = {kind: window if kind == SLIDING else None for kind in kinds}
         self._cache_name, self._cuts_logits = _read_signature(model)
@@ -66,6 +66,7 @@ class HuggingFaceTarget:
             device=options.device,
             runtime="transformers",
             exactness="tie-exact",
+            shape=_block_shape(config),
         )
         self._compare_with_plain()
 
@@ -86,7 +87,7 @@ class HuggingFaceTarget:
         layers: tuple[int, int] | None = None,
         skip: Skip | None = None,
         hidden_in: Tensor | None = None,
-        rows: Literal["all", "last"] = "all",
+        rows: Literal["all", "last", "none"] = "all",
     ) -> TargetOutput:
         """See `Target.forward`."""
         assert isinstance(cache, KVCache)
@@ -101,16 +102,28 @@ class HuggingFaceTarget:
                 layers=[_PassLayer(*cache.layer(index), lengths) for index in range(self._num_layers)]
             ),
         }
-        if rows == "last" and self._cuts_logits:
+        if rows != "all" and self._cuts_logits:
             arguments["logits_to_keep"] = 1
         with self._stack.watch(wanted, span[0], hidden_in) as seen, self._stack.leave_out(span, skip or Skip()):
             logits = self._model(**arguments, use_cache=True, return_dict=True).logits
         return TargetOutput(
-            logits=logits if rows == "all" else logits[:, -1:],
+            logits={"all": logits, "last": logits[:, -1:], "none": logits[:, :0]}[rows],
             taps=seen.taps,
             hidden_pre=seen.hidden_pre,
             hidden_post=seen.hidden_post,
         )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self._model.get_input_embeddings()(tokens.clamp_min(0))
+        return embedded
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        return self._stack.final_norm(hidden)
+
+    def score(self, normed: Tensor) -> Tensor:
+        logits: Tensor = self._model.get_output_embeddings()(normed)
+        cap = getattr(self._model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     def _masks(self, lengths: Sequence[int], positions: Tensor, mask: Tensor | None) -> Tensor | dict[str, Tensor]:
         """Additive masks over committed and new slots: one, or one for each kind of layer.  # [B, 1, M, S]"""
@@ -290,6 +303,20 @@ def _read_signature(model: PreTrainedModel) -> tuple[str, bool]:
         found = f"{type(model).__name__} takes no {', '.join(lacking)}"
         raise ModelError("target.model", found, "explicit masks, positions and a cache")
     return cache_name, "logits_to_keep" in names
+
+
+def _block_shape(config: PretrainedConfig) -> BlockShape:
+    heads: int = config.num_attention_heads
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return BlockShape(
+        hidden_size=config.hidden_size,
+        mlp_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope_theta=float(parameters.get("rope_theta", 10000.0)),
+    )
 
 
 def _context_length(config: PretrainedConfig) -> int:

@@ -26,6 +26,7 @@ _Kwargs = dict[str, Any]
 _NOTHING = Skip()
 
 _ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn")
+_FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
 
 
@@ -68,12 +69,26 @@ class DecoderStack:
             )
         self.layers = tuple(lists[ran[0]])
         self._owner = model.get_submodule(ran[0].rpartition(".")[0])
+        norms = [child for name, child in self._owner.named_children() if name in _FINAL_NORM_NAMES]
+        self._final_norm = norms[0] if norms else None
         self._attention = [_child(layer, _ATTENTION_NAMES) for layer in self.layers]
         self._mlp = [_child(layer, _MLP_NAMES) for layer in self.layers]
         self._seen: Watch | None = None
         self.layers[-1].register_forward_hook(self._leave)
         self._owner.register_forward_hook(self._finish)
         self._skip_refusal = self._find_refusal(run)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The norm between the last layer and the head.
+
+        Raises:
+            ModelError: The module that owns the layers has none under a known name.
+        """
+        if self._final_norm is None:
+            found = f"{type(self._owner).__name__} has no final norm of its own"
+            raise ModelError("target.model", found, f"a module named {' or '.join(_FINAL_NORM_NAMES)}")
+        normed: Tensor = self._final_norm(hidden)
+        return normed
 
     @contextmanager
     def watch(self, taps: Sequence[int], first: int = 0, hidden_in: Tensor | None = None) -> Iterator[Watch]:

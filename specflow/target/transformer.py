@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specflow.draft.nn.attention import KEY_STEP, KeyRooms, plan_attention
-from specflow.draft.nn.block import BlockWeights, DecoderBlock, Pass, RMSNorm
+from specflow.draft.nn.block import Pass
 from specflow.draft.nn.linear import Linear, is_row_invariant
 from specflow.draft.nn.rope import RotaryTable
-from specflow.errors import CheckpointError, ModelError
+from specflow.draft.nn.weights import BlockForm, WeightReader
+from specflow.errors import ModelError
 from specflow.target.architecture import Architecture
 from specflow.target.base import Cache, TargetInfo, TargetOptions
 from specflow.target.cache import KVCache
-from specflow.types import Skip, TargetOutput
+from specflow.types import BlockShape, Skip, TargetOutput
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,13 +49,20 @@ class NativeTarget:
             ModelError: Row invariance was asked for and does not hold here.
         """
         self.architecture = arch = Architecture.of(config)
-        self._rotary = RotaryTable(config, options.dtype, options.device)
-        reader = _Reader(tensors, arch, options)
-        self.embedding = reader.take("model.embed_tokens.weight", (arch.vocab_size, arch.hidden_size))
-        self.blocks = [reader.block(index) for index in range(arch.num_layers)]
-        self.norm = reader.norm("model.norm.weight", arch.hidden_size)
-        self.head = reader.head(self.embedding)
-        reader.close()
+        self._rotary = RotaryTable.of(config, options.dtype, options.device)
+        reader = WeightReader(tensors, options.name, torch.empty(0, dtype=options.dtype, device=options.device))
+        size = (arch.vocab_size, arch.hidden_size)
+        self.embedding = reader.take("model.embed_tokens.weight", size)
+        shape = _block_shape(arch, config)
+        self.blocks = [
+            reader.block(f"model.layers.{index}", shape, BlockForm(arch.rotary[index], arch.windowed[index]))
+            for index in range(arch.num_layers)
+        ]
+        self._norm = reader.norm("model.norm.weight", arch.hidden_size, arch.eps)
+        if arch.tied:
+            reader.skip("lm_head.weight")
+        self.head = reader.pack(Linear(self.embedding if arch.tied else reader.take("lm_head.weight", size)))
+        reader.close(ignored=(".rotary_emb.inv_freq",))
         self._row_invariant = options.row_invariant is not False and self._is_row_invariant(options.dtype)
         if options.row_invariant and not self._row_invariant:
             raise ModelError(
@@ -74,6 +82,7 @@ class NativeTarget:
             device=options.device,
             runtime="native",
             exactness="bit-exact" if self._row_invariant else "tie-exact",
+            shape=shape,
         )
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -92,7 +101,7 @@ class NativeTarget:
         layers: tuple[int, int] | None = None,
         skip: Skip | None = None,
         hidden_in: Tensor | None = None,
-        rows: Literal["all", "last"] = "all",
+        rows: Literal["all", "last", "none"] = "all",
     ) -> TargetOutput:
         """See `Target.forward`. Prefill passes (rows="last") take the ordinary layouts: both sides share them.
 
@@ -100,7 +109,7 @@ class NativeTarget:
         """
         assert isinstance(cache, KVCache)
         batch, width = tokens.shape
-        exact = self._row_invariant and rows == "all"
+        exact = self._row_invariant and rows != "last"
         shared = self._share(positions, cache, mask, exact)
         hidden = F.embedding(tokens.clamp_min(0), self.embedding) if hidden_in is None else hidden_in
         hidden = hidden.reshape(batch * width, -1)
@@ -117,15 +126,26 @@ class NativeTarget:
                 hidden = hidden + block.feed(hidden, shared)
             if index in taps:
                 tapped[index] = _unflatten(hidden, batch, width)
-        normed = self.norm(hidden)
-        scored = normed if rows == "all" else _unflatten(normed, batch, width)[:, -1]
+        normed = self._norm(hidden)
+        scored = {"all": normed, "last": _unflatten(normed, batch, width)[:, -1], "none": normed[:0]}[rows]
         logits = shared.apply(self.head, scored)
         return TargetOutput(
-            logits=_unflatten(logits, batch, width if rows == "all" else 1),
+            logits=_unflatten(logits, batch, {"all": width, "last": 1, "none": 0}[rows]),
             taps=tapped,
             hidden_pre=_unflatten(hidden, batch, width),
             hidden_post=_unflatten(normed, batch, width),
         )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens.clamp_min(0), self.embedding)
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self._norm(hidden)
+        return normed
+
+    def score(self, normed: Tensor) -> Tensor:
+        logits: Tensor = self.head(normed.reshape(-1, normed.shape[-1]))
+        return logits.view(*normed.shape[:-1], -1)
 
     def _share(self, positions: Tensor, cache: KVCache, mask: Tensor | None, exact: bool) -> Pass:
         arch = self.architecture
@@ -173,6 +193,18 @@ class NativeTarget:
         return min(len(kinds), max(_PROBE_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)))
 
 
+def _block_shape(arch: Architecture, config: PretrainedConfig) -> BlockShape:
+    return BlockShape(
+        hidden_size=arch.hidden_size,
+        mlp_size=config.intermediate_size,
+        num_heads=arch.num_heads,
+        num_kv_heads=arch.num_kv_heads,
+        head_width=arch.head_width,
+        eps=arch.eps,
+        rope_theta=float(config.rope_parameters.get("rope_theta", 10000.0)),
+    )
+
+
 def _same_first_row(alone: TargetOutput, block: TargetOutput, row: int) -> bool:
     """Whether a pass of one row equals that row of a block's first request, bit for bit."""
     pairs = ((alone.logits, block.logits), (alone.hidden_pre, block.hidden_pre))
@@ -181,78 +213,4 @@ def _same_first_row(alone: TargetOutput, block: TargetOutput, row: int) -> bool:
 
 def _unflatten(rows: Tensor, batch: int, width: int) -> Tensor:
     """[B * M (padded to two), X] -> [B, M, X]"""
-    return rows[: batch * width].view(batch, width, -1)
-
-
-class _Reader:
-    """Moves named tensors of a Hugging Face checkpoint into fused layers, and accounts for every one of them."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], arch: Architecture, options: TargetOptions) -> None:
-        self._tensors, self._arch, self._options = tensors, arch, options
-        self._left = set(tensors)
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._tensors:
-            near = f"there are {', '.join(sorted(self._tensors)[:3])}, ..."
-            raise CheckpointError(self._options.name, f"tensor {name!r} is missing", f"shape {shape}", near)
-        tensor = self._tensors[name]
-        self._left.discard(name)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(self._options.name, f"{name} has shape {tuple(tensor.shape)}", f"{shape}")
-        return tensor.to(self._options.device, self._options.dtype)
-
-    def norm(self, name: str, width: int) -> RMSNorm:
-        return RMSNorm(self.take(name, (width,)), self._arch.eps)
-
-    def fused(self, prefix: str, parts: Mapping[str, int], width: int) -> Linear:
-        """One linear from several, stacked in the order of `parts` (name -> output rows)."""
-        weight = torch.cat([self.take(f"{prefix}.{part}.weight", (rows, width)) for part, rows in parts.items()])
-        biased = [f"{prefix}.{part}.bias" in self._tensors for part in parts]
-        bias = None
-        if any(biased):
-            bias = torch.cat([self.take(f"{prefix}.{part}.bias", (rows,)) for part, rows in parts.items()])
-        linear = Linear(weight, bias)
-        linear.pack()
-        return linear
-
-    def head(self, embedding: Tensor) -> Linear:
-        name = "lm_head.weight"
-        if self._arch.tied:
-            self._left.discard(name)
-        linear = Linear(embedding if self._arch.tied else self.take(name, tuple(embedding.shape)))
-        linear.pack()
-        return linear
-
-    def block(self, index: int) -> DecoderBlock:
-        arch, prefix = self._arch, f"model.layers.{index}"
-        inner = arch.num_heads * arch.head_width
-        outer = arch.num_kv_heads * arch.head_width
-        gate = self._tensors.get(f"{prefix}.mlp.gate_proj.weight")
-        wide = 0 if gate is None else gate.shape[0]
-        normed = f"{prefix}.self_attn.q_norm.weight" in self._tensors
-        parts = {"q_proj": inner, "k_proj": outer, "v_proj": outer}
-        return DecoderBlock(
-            BlockWeights(
-                qkv=self.fused(f"{prefix}.self_attn", parts, arch.hidden_size),
-                out=self.fused(f"{prefix}.self_attn", {"o_proj": arch.hidden_size}, inner),
-                gate_up=self.fused(f"{prefix}.mlp", {"gate_proj": wide, "up_proj": wide}, arch.hidden_size),
-                down=self.fused(f"{prefix}.mlp", {"down_proj": arch.hidden_size}, wide),
-                attention_norm=self.norm(f"{prefix}.input_layernorm.weight", arch.hidden_size),
-                mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight", arch.hidden_size),
-                query_norm=self.norm(f"{prefix}.self_attn.q_norm.weight", arch.head_width) if normed else None,
-                key_norm=self.norm(f"{prefix}.self_attn.k_norm.weight", arch.head_width) if normed else None,
-                num_heads=arch.num_heads,
-                num_kv_heads=arch.num_kv_heads,
-                head_width=arch.head_width,
-                scale=arch.head_width**-0.5,
-                rotary=arch.rotary[index],
-                windowed=arch.windowed[index],
-            )
-        )
-
-    def close(self) -> None:
-        ignored = (".rotary_emb.inv_freq",)
-        left = [name for name in self._left if not name.endswith(ignored)]
-        if left:
-            found = f"{len(left)} tensors are not part of this architecture: {', '.join(sorted(left)[:4])}"
-            raise CheckpointError(self._options.name, found)
+    return rows[: batch * width].view(batch, width, rows.shape[-1])

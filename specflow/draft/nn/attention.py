@@ -107,7 +107,8 @@ def plan_attention(
     Args:
         lengths: Committed rows of each batch row; slot s of them holds position s.  # [B]
         positions: Positions of the new rows.  # [B, M]
-        mask: New rows seen by new rows; None is causal.  # [B or 1, M, M] bool
+        mask: Rows seen by new rows, None is causal: the last M columns are the new rows, columns before them the
+            latest committed slots.  # [B or 1, M, P + M] bool
         window: Sliding window: a row at position p sees positions above p - window; None sees all.
         rowwise: Row-invariant layout.
         dtype: Of the bias; the model's.
@@ -122,7 +123,7 @@ def plan_attention(
     for b, (length, width) in enumerate(zip(lengths, widths, strict=True)):
         bias = torch.full((rows, width), float("-inf"), dtype=dtype, device=positions.device)
         bias[:, :length] = 0.0
-        bias[:, length : length + rows] = block[b if block.shape[0] > 1 else 0]
+        bias[:, length + rows - block.shape[2] : length + rows] = block[b if block.shape[0] > 1 else 0]
         if window is not None:
             held = torch.arange(width, device=positions.device)
             held[length : length + rows] = positions[b]

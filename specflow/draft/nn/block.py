@@ -60,7 +60,7 @@ class BlockWeights:
     out: Linear  # Hq Dh -> H
     gate_up: Linear  # H -> 2 I
     down: Linear  # I -> H
-    attention_norm: RMSNorm
+    attention_norm: RMSNorm | None  # None: the block's input is taken as it is
     mlp_norm: RMSNorm
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
@@ -98,10 +98,26 @@ class DecoderBlock(nn.Module):
         Returns:
             What to add to the residual stream.  # as hidden
         """
+        normed = hidden if self.attention_norm is None else self.attention_norm(hidden)
+        return self.attend_to(normed, layer, shared)
+
+    def attend_to(self, normed: Tensor, layer: int, shared: Pass) -> Tensor:
+        """The attention branch from what queries, keys and values are made from.  # [R, input width] -> [R, H]"""
         plan = shared.windowed if self.windowed else shared.full
         assert plan is not None
         real = shared.cos.shape[0]
-        heads = shared.apply(self.qkv, self.attention_norm(hidden))[:real].view(real, -1, self.head_width)
+        heads = self._heads(normed, layer, shared)
+        mixed = plan.attend(heads[:, : self.num_heads], shared.rooms, layer, self.scale)
+        return shared.apply(self.out, mixed.expand(normed.shape[0], -1) if real == 1 else mixed)
+
+    def write_context(self, context: Tensor, layer: int, shared: Pass) -> None:
+        """Write key and value rows made from injected context, which passes neither norm nor query.  # [R, H]"""
+        self._heads(context, layer, shared)
+
+    def _heads(self, normed: Tensor, layer: int, shared: Pass) -> Tensor:
+        """Rotated queries and keys, and values; the last two are written above the committed rows."""
+        real = shared.cos.shape[0]
+        heads = shared.apply(self.qkv, normed)[:real].view(real, -1, self.head_width)
         if self.query_norm is not None and self.key_norm is not None:
             sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
             queries, keys, values = torch.split(heads, sizes, dim=1)
@@ -109,8 +125,7 @@ class DecoderBlock(nn.Module):
         if self.rotary:
             heads = rotate(heads, shared.cos, shared.sin)
         shared.rooms.write(layer, heads[:, self.num_heads :].view(real, 2, self.num_kv_heads, self.head_width))
-        mixed = plan.attend(heads[:, : self.num_heads], shared.rooms, layer, self.scale)
-        return shared.apply(self.out, mixed.expand(hidden.shape[0], -1) if real == 1 else mixed)
+        return heads
 
     def feed(self, hidden: Tensor, shared: Pass) -> Tensor:
         """The MLP branch.  # [R, H] -> [R, H]"""

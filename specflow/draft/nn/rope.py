@@ -30,23 +30,37 @@ class RotaryTable:
     on the current length are refused: cached keys would have to be rotated again.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, frequencies: Tensor, gain: float, dtype: torch.dtype, device: torch.device) -> None:
+        """Take the frequencies of half a head (# [Dh / 2]) and a factor of cosines and sines."""
+        self._frequencies, self._gain = frequencies, gain
+        self._dtype, self._device = dtype, device
+        self._cos = self._sin = torch.empty(0)
+        self.grow(256)
+
+    @classmethod
+    def plain(cls, theta: float, width: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
+        """Unscaled positions: theta is the base, width the size of a head."""
+        return cls(1.0 / theta ** (torch.arange(0, width, 2).float() / width), 1.0, dtype, device)
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> RotaryTable:
+        """The table of a Hugging Face configuration.
+
+        Raises:
+            ModelError: A variant whose frequencies depend on the current length.
+        """
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         parameters = dict(config.rope_parameters)
         kind = rope_kind(config)
         if kind == "default":
             width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            self._frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
-            self._gain = 1.0
-        elif kind in ROPE_KINDS:
-            self._frequencies, self._gain = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        else:
-            hint = "set target.implementation: transformers"
-            raise ModelError("target.model", f"rope_type {kind!r}", f"one of {', '.join(ROPE_KINDS)}", hint)
-        self._dtype, self._device = dtype, device
-        self._cos = self._sin = torch.empty(0)
-        self.grow(256)
+            return cls.plain(parameters["rope_theta"], width, dtype, device)
+        if kind in ROPE_KINDS:
+            frequencies, gain = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            return cls(frequencies, gain, dtype, device)
+        hint = "set target.implementation: transformers"
+        raise ModelError("target.model", f"rope_type {kind!r}", f"one of {', '.join(ROPE_KINDS)}", hint)
 
     def grow(self, positions: int) -> None:
         """Make room for this many positions."""

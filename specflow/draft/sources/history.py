@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from specflow.draft.base import SourceContext, Uniforms
-    from specflow.types import DraftBudget, Observation
+    from specflow.target.base import Cache
+    from specflow.types import DraftBudget, Observation, Sampling
 
 __all__ = ["SOURCE", "History", "HistoryConfig", "Index", "Store", "build"]
 
@@ -127,9 +128,12 @@ class History:
     """
 
     needs = Needs()
+    branches = False
 
-    def __init__(self, config: HistoryConfig, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.config = config
+    def __init__(
+        self, config: HistoryConfig, vocab_size: int, num_nodes: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.config, self.num_nodes = config, num_nodes
         self.num_lookups = 0
         self.num_hits = 0
         self._vocab_size = vocab_size
@@ -138,22 +142,20 @@ class History:
         self._rows: list[Index] = []
         self._store = Store(config, vocab_size) if config.share else None
 
-    def reset(self, batch: int) -> None:
+    def reset(self, batch: int, cache: Cache) -> None:
         """Forget all requests. What the store holds of finished ones stays."""
         self._retire(range(len(self._rows)))
         self._rows = [self.config.new_index(self._vocab_size) for _ in range(batch)]
 
-    def start(self, row: int, prompt: Sequence[int]) -> None:
+    def start(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
         self._retire([row])
         self._rows[row] = self.config.new_index(self._vocab_size)
         self._rows[row].extend(prompt)
 
     def observe(self, observation: Observation, rows: Sequence[int]) -> None:
         """Append what is new: beside a drafter that reads features, a prompt is observed again chunk by chunk."""
-        for row, tokens, start in zip(rows, observation.tokens, observation.starts, strict=True):
-            known = len(self._rows[row].tokens) - (start + 1)
-            assert known >= 0, f"row {row} misses {-known} tokens before position {start + 1}"
-            self._rows[row].extend(tokens[known:])
+        for index, row in enumerate(rows):
+            self._rows[row].extend(observation.news(index, len(self._rows[row].tokens)))
 
     def select(self, rows: Sequence[int]) -> None:
         self._retire(sorted(set(range(len(self._rows))).difference(rows)))
@@ -214,7 +216,7 @@ def _copy(tokens: Sequence[int], follower: int, count: int) -> list[int]:
 def build(config: HistoryConfig, context: SourceContext) -> History:
     """The drafter for a loaded target."""
     info = context.target.info
-    return History(config, info.vocab_size, info.device)
+    return History(config, info.vocab_size, context.k, info.device)
 
 
 SOURCE = SourceInfo(
