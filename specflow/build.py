@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from specflow.allocator import keep_freed_memory, return_freed_memory
+from specflow.cost import find_profile
 from specflow.draft.base import SourceContext
+from specflow.draft.combine import FirstOf, Merge, Part
 from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.errors import ModelError
 from specflow.graph import DecodeGraph, TargetFacts
 from specflow.length import POLICIES, Fixed
+from specflow.recipe_draft import CombinedSection, MergeSection
 from specflow.recipe_sections import TargetSection
 from specflow.target.architecture import NATIVE_FAMILIES, native_refusal
 from specflow.target.base import TargetOptions
@@ -26,15 +29,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from specflow.draft.base import Drafter, Draw
-    from specflow.length import LengthPolicy
+    from specflow.length import Costs, LengthPolicy
     from specflow.recipe import Recipe
+    from specflow.recipe_draft import SourceSection
     from specflow.recipe_sections import VerifySection
     from specflow.target.base import Target
     from specflow.target.store import ModelFiles
     from specflow.text import TextCodec
     from specflow.verify import Rule
 
-__all__ = ["LoadedTarget", "build_engine", "load_target"]
+__all__ = ["LoadedTarget", "build_drafter", "build_engine", "build_rule", "load_target"]
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +72,16 @@ def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = Non
     graph = recipe if isinstance(recipe, DecodeGraph) else DecodeGraph.from_recipe(recipe)
     graph.check()
     recipe = graph.to_recipe()
-    rule, length = _rule(recipe), _length(recipe)
+    rule, length = build_rule(recipe), _length(recipe)
     loaded = target or load_target(recipe.target)
     graph.check(loaded.facts)
+    _price(length, recipe, loaded)
     parts = EngineParts(
         target=loaded.target,
         codec=loaded.codec,
         rule=rule,
         length=length,
-        drafter=_drafter(recipe, loaded),
+        drafter=build_drafter(recipe, loaded),
     )
     runtime = recipe.runtime
     return Engine(parts, EngineSettings(runtime.batch, runtime.context, runtime.prefill_chunk))
@@ -152,7 +157,8 @@ def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.d
     return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
 
 
-def _rule(recipe: Recipe) -> Rule:
+def build_rule(recipe: Recipe) -> Rule:
+    """The recipe's verification rule."""
     return RULES[recipe.verify.rule](**recipe.verify.options)
 
 
@@ -162,20 +168,47 @@ def _length(recipe: Recipe) -> LengthPolicy:
     return POLICIES[recipe.length.policy].policy(k=recipe.draft.k, **recipe.length.options)
 
 
-def _drafter(recipe: Recipe, loaded: LoadedTarget) -> Drafter | None:
+@runtime_checkable
+class _Priced(Protocol):
+    """A length policy that weighs costs."""
+
+    def use(self, costs: Costs) -> None: ...
+
+
+def _price(length: LengthPolicy, recipe: Recipe, loaded: LoadedTarget) -> None:
+    """Give a policy that weighs costs what was measured on this machine, if anything was."""
+    if isinstance(length, _Priced) and (costs := find_profile(recipe, loaded)) is not None:
+        length.use(costs)
+
+
+def build_drafter(recipe: Recipe, loaded: LoadedTarget) -> Drafter | None:
+    """The recipe's drafter; None where it decodes plainly."""
     draft = recipe.draft
     if draft is None or draft.k == 0:
         return None
+    policy = POLICIES[recipe.length.policy]
     context = SourceContext(
         target=loaded.target,
         k=draft.k,
-        dependency=draft.dependency,
         draw=_draw(recipe.verify),
-        confidence="confidence" in POLICIES[recipe.length.policy].needs,
+        confidence="confidence" in policy.needs | policy.uses,
         codec=loaded.codec,
         load_model=_load_model,
     )
-    return draft.info.build(draft.options, context)
+    if not isinstance(draft, CombinedSection):
+        return _part(draft.parts[0], context).drafter
+    info = loaded.target.info
+    if isinstance(draft, MergeSection):
+        fixed = replace(context, draw="greedy" if context.draw == "sampled" else context.draw, confidence=False)
+        parts = [_part(section, fixed) for section in draft.parts]
+        return Merge(parts, draft.nodes, info.vocab_size, info.device)
+    return FirstOf([_part(section, context) for section in draft.parts], info.vocab_size, info.device)
+
+
+def _part(section: SourceSection, context: SourceContext) -> Part:
+    """One source's drafter."""
+    own = replace(context, k=section.k, dependency=section.dependency)
+    return Part(section.info.build(section.options, own), section.k)
 
 
 def _draw(verify: VerifySection) -> Draw:

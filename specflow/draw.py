@@ -39,16 +39,18 @@ def arrows(graph: DecodeGraph) -> list[tuple[str, str, bool, str]]:
     return [(*key, ", ".join(sorted(flows[key], reverse=True))) for key in ordered]
 
 
-def details(node: Node) -> list[str]:
-    """Options that differ from their defaults, one `key value` each.
+def details(graph: DecodeGraph, node: Node) -> list[str]:
+    """Where a source gets its information, and options that differ from their defaults, one `key value` each.
 
     Of what drafts, k and options that are names are always shown: they say which kind of draft it is.
     """
-    named = {}
-    if node.kind in (Kind.SOURCE, Kind.DEPENDENCY):
+    named, origin = {}, []
+    if node.kind in (Kind.SOURCE, Kind.DEPENDENCY, Kind.COMBINE):
         named = {key: value for key, value in node.settings if key == "k" or isinstance(value, str)}
+    if node.kind is Kind.SOURCE and (axis := graph.sources[node.part].axis) != node.part:
+        origin = [f"from {axis.replace('_', ' ')}"]
     shown = {key: value for key, value in {**named, **node.changed}.items() if value != node.part}
-    return [f"{key} {_plain(value)}" for key, value in shown.items()]
+    return [*origin, *(f"{key} {_plain(value)}" for key, value in shown.items())]
 
 
 def tree(graph: DecodeGraph) -> Tree:
@@ -63,7 +65,8 @@ def tree(graph: DecodeGraph) -> Tree:
         node = graph.node(name)
         label = f"{number} [bold {COLOURS[node.kind][1]}]{escape(name)}[/]"
         label += "" if node.part == name else f"  {escape(node.part)}"
-        branch = root.add(label + (f"  [dim]{escape(', '.join(details(node)))}[/dim]" if details(node) else ""))
+        options = ", ".join(details(graph, node))
+        branch = root.add(label + (f"  [dim]{escape(options)}[/dim]" if options else ""))
         for writer, reader, carry, flows in ends:
             if reader == name:
                 branch.add(f"{flows} from {escape(writer)}" + (" [dim](round before)[/dim]" if carry else ""))
@@ -86,7 +89,7 @@ def mermaid(graph: DecodeGraph) -> str:
     """A mermaid flowchart, as GitHub and many editors render it."""
     lines = ["flowchart LR"]
     for node in graph.nodes():
-        text = "<br/>".join(_mermaid_text(line) for line in _lines(node))
+        text = "<br/>".join(_mermaid_text(line) for line in _lines(graph, node))
         lines.append(f'  {_id(node.name)}["{text}"]')
     for writer, reader, carry, flows in arrows(graph):
         line = "-.->" if carry else "-->"
@@ -105,7 +108,7 @@ def dot(graph: DecodeGraph) -> str:
         lines.append(f"  label={_quoted(graph.name)}; labelloc=t;")
     for node in graph.nodes():
         fill, stroke = COLOURS[node.kind]
-        label = _quoted("\n".join(_lines(node)))
+        label = _quoted("\n".join(_lines(graph, node)))
         lines.append(f'  {_quoted(node.name)} [label={label}, fillcolor="{fill}", color="{stroke}"];')
     for writer, reader, carry, flows in arrows(graph):
         # A carried edge must not push its reader to the right of its writer.
@@ -124,9 +127,9 @@ def svg(graph: DecodeGraph) -> str:
 FORMATS: Mapping[str, Callable[[DecodeGraph], str]] = {"mermaid": mermaid, "dot": dot, "svg": svg}
 
 
-def _lines(node: Node) -> list[str]:
+def _lines(graph: DecodeGraph, node: Node) -> list[str]:
     head = [node.name] if node.part == node.name else [node.name, node.part]
-    return [*head, *details(node)]
+    return [*head, *details(graph, node)]
 
 
 def _id(name: str) -> str:

@@ -166,7 +166,7 @@ class Engine:
     def _propose(self, anchors: Sequence[int], noise: RoundNoise) -> DraftBlock:
         states = self._states
         if self._drafter is not None:
-            budget = self._length.budget([state.draft_limit for state in states])
+            budget = self._length.budget([state.draft_limit for state in states], self._cache.lengths)
             if budget.widest > 0:
                 for state, tokens in zip(states, budget.tokens, strict=True):
                     state.counts.num_draft_calls += tokens > 0

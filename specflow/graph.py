@@ -26,14 +26,8 @@ from specflow.errors import GraphError
 from specflow.graph_checks import DraftFacts, TargetFacts, check_graph
 from specflow.graph_parts import Combine, Commit, Dependency, Edge, Flow, Kind, Node, links
 from specflow.recipe import Recipe, explain, nearest, parse_recipe
-from specflow.recipe_sections import (
-    RuntimeSection,
-    TargetSection,
-    TuneRange,
-    draft_sections,
-    length_sections,
-    verify_sections,
-)
+from specflow.recipe_draft import COMBINED, CombinedSection, DraftSection, draft_sections, source_sections
+from specflow.recipe_sections import RuntimeSection, TargetSection, TuneRange, length_sections, verify_sections
 from specflow.types import Sampling
 
 if TYPE_CHECKING:
@@ -93,9 +87,19 @@ class DecodeGraph:
         options = {} if k is None else {"k": k}
         return self._add(node, Kind.DEPENDENCY, dependency, self._settings(node, Dependency, options))
 
-    def combine(self, policy: str = "first_of") -> DecodeGraph:
-        """Add the part that makes one block out of several drafts."""
-        return self._add("combine", Kind.COMBINE, policy, self._settings("combine", Combine, {"policy": policy}))
+    def combine(self, policy: str = "first_of", k: int | None = None, nodes: int | None = None) -> DecodeGraph:
+        """Add what makes one block out of the drafts that are there, in the order of their dependencies' names.
+
+        Args:
+            policy: first_of or merge.
+            k: Longest block; None takes the longest of the drafts.
+            nodes: Most nodes of a merged tree; None takes the default.
+        """
+        self._known("combine", policy, dict.fromkeys(COMBINED))
+        drafts = [node.settings for node in self.nodes(Kind.DEPENDENCY)]
+        longest = max((draft.k for draft in drafts if isinstance(draft, Dependency)), default=0)
+        options = {"policy": policy, "k": longest if k is None else k, "nodes": nodes}
+        return self._add("combine", Kind.COMBINE, policy, self._settings("combine", Combine, options))
 
     def length(self, policy: str = "fixed", **options: Any) -> DecodeGraph:
         """Add the length policy."""
@@ -118,10 +122,10 @@ class DecodeGraph:
         return self._connect(path, flow, carry=True)
 
     def wire(self) -> DecodeGraph:
-        """Add every edge that fits between the parts."""
+        """Add every edge that fits between the parts. Several sources go with as many dependencies, by their names."""
         for writer in self.nodes():
             for reader in self.nodes():
-                if self._through_combine(writer, reader):
+                if self._through_combine(writer, reader) or self._of_another(writer, reader):
                     continue
                 for flow, carry in links(writer, reader, self.sources):
                     self._graph.add_edge(writer.name, reader.name, key=flow, carry=carry)
@@ -206,9 +210,7 @@ class DecodeGraph:
         graph._add("target", Kind.TARGET, recipe.target.model, recipe.target)
         graph._add("commit", Kind.COMMIT, "commit", Commit())
         if recipe.draft is not None:
-            draft = recipe.draft
-            graph._add("source", Kind.SOURCE, draft.source, draft.options)
-            graph._add("dependency", Kind.DEPENDENCY, draft.dependency, Dependency(k=draft.k))
+            graph._add_draft(recipe.draft)
             graph._add("length", Kind.LENGTH, recipe.length.policy, recipe.length)
         graph._add("verify", Kind.VERIFY, recipe.verify.rule, recipe.verify)
         return graph.wire()
@@ -225,14 +227,39 @@ class DecodeGraph:
             "runtime": self.runtime,
             "tune": self.tune,
         }
-        if self.nodes(Kind.COMBINE):
-            raise GraphError(self.where("combine"), "several drafts", "one source", "a recipe holds one source")
-        for source, dependency in zip(self.nodes(Kind.SOURCE), self.nodes(Kind.DEPENDENCY), strict=True):
-            axes = {"source": source.part, "dependency": dependency.part, **dependency.settings.model_dump()}
-            section = self._known(source.name, source.part, draft_sections())
-            data["draft"] = section.model_validate({**axes, **source.settings.model_dump()})
+        if self.nodes(Kind.SOURCE):
+            data["draft"] = self._draft_section()
             data["length"] = self.node("length").settings
         return parse_recipe(data, self.where())
+
+    def source_of(self, dependency: Node) -> Node:
+        """The source whose drafts this dependency shapes."""
+        writers = (self.node(edge.writer) for edge in self.edges(carry=False) if edge.reader == dependency.name)
+        return next(node for node in writers if node.kind is Kind.SOURCE)
+
+    def _add_draft(self, draft: DraftSection) -> None:
+        """Nodes of a recipe's draft: numbered where there are several."""
+        for number, part in enumerate(draft.parts, start=1):
+            suffix = "" if len(draft.parts) == 1 else f"_{number}"
+            self._add(f"source{suffix}", Kind.SOURCE, part.source, part.options)
+            self._add(f"dependency{suffix}", Kind.DEPENDENCY, part.dependency, Dependency(k=part.k))
+        if isinstance(draft, CombinedSection):
+            options = {"policy": draft.policy, **draft.model_dump(exclude={draft.policy})}
+            self._add("combine", Kind.COMBINE, draft.policy, self._settings("combine", Combine, options))
+
+    def _draft_section(self) -> DraftSection:
+        """The draft of this graph as a recipe writes it."""
+        parts = []
+        for dependency in self.nodes(Kind.DEPENDENCY):
+            source = self.source_of(dependency)
+            axes = {"source": source.part, "dependency": dependency.part, **dependency.settings.model_dump()}
+            section: type[DraftSection] = self._known(source.name, source.part, source_sections())
+            parts.append(section.model_validate({**axes, **source.settings.model_dump(exclude_unset=True)}))
+        if not self.nodes(Kind.COMBINE):
+            return parts[0]
+        settings = self.node("combine").settings.model_dump(exclude_none=True)
+        policy = settings.pop("policy")
+        return draft_sections()[policy].model_validate({policy: tuple(parts), **settings})
 
     def _parts(self) -> tuple[Any, ...]:
         return self.name, self.description, self.sampling, self.runtime, self.tune, self.nodes(), self.edges()
@@ -261,6 +288,13 @@ class DecodeGraph:
         """Whether a draft reaches this reader by way of a combine node, not directly."""
         drafts = writer.kind is Kind.DEPENDENCY and reader.kind in (Kind.TARGET, Kind.VERIFY)
         return drafts and bool(self.nodes(Kind.COMBINE))
+
+    def _of_another(self, writer: Node, reader: Node) -> bool:
+        """Whether a dependency has another source: the first goes with the first by name, and so on."""
+        if (writer.kind, reader.kind) != (Kind.SOURCE, Kind.DEPENDENCY):
+            return False
+        sources, dependencies = self.nodes(Kind.SOURCE), self.nodes(Kind.DEPENDENCY)
+        return len(sources) == len(dependencies) and sources.index(writer) != dependencies.index(reader)
 
     def _connect(self, path: tuple[str, ...], flow: Flow | None, carry: bool) -> DecodeGraph:
         for writer, reader in pairwise(path):

@@ -11,6 +11,7 @@ from specflow.errors import GraphError
 from specflow.graph_parts import Kind, Node, links, reads
 from specflow.length import POLICIES
 from specflow.recipe_sections import VerifySection
+from specflow.rules import RULE_INFOS
 
 if TYPE_CHECKING:
     from specflow.graph import DecodeGraph
@@ -47,6 +48,8 @@ def check_graph(graph: DecodeGraph, target: TargetFacts | None, drafts: Mapping[
     _check_edges(graph)
     graph.order()
     _check_reads(graph)
+    _check_correctors(graph)
+    _check_shapes(graph)
     _check_law(graph)
     _check_truncation(graph)
     _check_memory(graph)
@@ -86,12 +89,12 @@ def _check_edges(graph: DecodeGraph) -> None:
 
 
 def _check_reads(graph: DecodeGraph) -> None:
-    """Each read has exactly one writer; only a combine node reads several blocks."""
+    """Each read has exactly one writer; a combine node reads several blocks, a policy what several sources offer."""
     drafting = bool(graph.nodes(Kind.SOURCE))
     for node in graph.nodes():
         for flow in reads(node, graph.sources, drafting):
             writers = [edge.writer for edge in graph.edges(flow) if edge.reader == node.name]
-            many = node.kind is Kind.COMBINE
+            many = node.kind is Kind.COMBINE or (node.kind is Kind.LENGTH and flow != "stats")
             if not writers or (len(writers) > 1 and not many):
                 found = f"{flow} written by {' and '.join(writers)}" if writers else f"nothing writes its {flow}"
                 hint = (
@@ -112,10 +115,14 @@ def _check_offers(graph: DecodeGraph) -> None:
         if reader.part not in info.dependency:
             found = f"{reader.part} with source {writer.part}"
             raise GraphError(where, found, f"one of: {', '.join(info.dependency)}")
-    for writer, reader in _pairs(graph, Kind.SOURCE, Kind.LENGTH):
-        missing = sorted(POLICIES[reader.part].needs - set(graph.sources[writer.part].offers))
+    for length in graph.nodes(Kind.LENGTH):
+        sources = graph.nodes(Kind.SOURCE)
+        missing = sorted(
+            POLICIES[length.part].needs - {offer for each in sources for offer in graph.sources[each.part].offers}
+        )
         if missing:
-            found = f"policy {reader.part} needs {', '.join(missing)}, which {writer.part} does not offer"
+            names = " and ".join(source.part for source in sources)
+            found = f"policy {length.part} needs {', '.join(missing)}, which {names} does not offer"
             free = [name for name, policy in POLICIES.items() if not policy.needs]
             raise GraphError(graph.where("length"), found, f"one of: {', '.join(free)}")
 
@@ -134,6 +141,60 @@ def _rule(graph: DecodeGraph) -> VerifySection:
     return settings
 
 
+def _merges(graph: DecodeGraph) -> bool:
+    return any(node.part == "merge" for node in graph.nodes(Kind.COMBINE))
+
+
+def _check_correctors(graph: DecodeGraph) -> None:
+    """A dependency that corrects needs a corrector, and one that does not must not have any.
+
+    What a checkpoint may still say is left to the loader.
+    """
+    for source, dependency in _pairs(graph, Kind.SOURCE, Kind.DEPENDENCY):
+        settings, corrects = source.settings, DEPENDENCIES[dependency.part].corrects
+        untold = getattr(settings, "weights", None) is not None and "corrector" not in settings.model_fields_set
+        corrector = getattr(settings, "corrector", None)
+        if "corrector" not in type(settings).model_fields or untold or corrects == (corrector is not None):
+            continue
+        where = graph.where(f"{source.name} corrector")
+        if corrects:
+            found, kinds = f"none with dependency {dependency.part}", "a corrector"
+            raise GraphError(where, found, kinds, "set corrector: markov, or dependency: parallel")
+        found = f"{corrector} with dependency {dependency.part}, which corrects nothing"
+        raise GraphError(where, found, "none", "set dependency: parallel+corrector, or corrector: null")
+
+
+def _check_shapes(graph: DecodeGraph) -> None:
+    """Rules and policies made for chains get chains; a tree fits its depth and its rule."""
+    rule = _rule(graph)
+    for node in graph.nodes(Kind.SOURCE):
+        if node.shape == "chain":
+            continue
+        _check_tree_rule(graph, graph.where(f"{node.name} shape"), f"shape {node.shape}")
+        if node.shape == "sampled" and rule.info.needs_law and not rule.info.without_replacement and rule.lossless:
+            found = f"siblings sampled without replacement with rule {rule.rule}"
+            raise GraphError(graph.where(f"{node.name} shape"), found, "a rule that knows of it", "use rule rejection")
+    if _merges(graph):
+        _check_tree_rule(graph, graph.where("combine"), "a merged tree")
+        length = graph.nodes(Kind.LENGTH)[0].part
+        if needs := sorted(POLICIES[length].needs):
+            found = f"a merged tree has no {', '.join(needs)}, which policy {length} needs"
+            free = [name for name, policy in POLICIES.items() if not policy.needs]
+            raise GraphError(graph.where("length"), found, f"one of: {', '.join(free)}")
+
+
+def _check_tree_rule(graph: DecodeGraph, where: str, tree: str) -> None:
+    rule, length = _rule(graph), graph.nodes(Kind.LENGTH)[0].part
+    if not rule.info.trees:
+        trees = [name for name, info in RULE_INFOS.items() if info.trees]
+        found = f"{tree} with rule {rule.rule}, which takes chains only"
+        raise GraphError(where, found, f"one of: {', '.join(trees)}", "use rule match, or shape: chain")
+    if POLICIES[length].chains:
+        others = [name for name, policy in POLICIES.items() if not policy.chains]
+        found = f"{tree} with policy {length}, which shortens chains only"
+        raise GraphError(where, found, f"one of: {', '.join(others)}", "use policy fixed, or shape: chain")
+
+
 def _check_law(graph: DecodeGraph) -> None:
     """A rule that weighs p against q needs drafts that say their q: sampled probabilities, or a point mass."""
     rule = _rule(graph)
@@ -144,22 +205,24 @@ def _check_law(graph: DecodeGraph) -> None:
 
 
 def _check_truncation(graph: DecodeGraph) -> None:
-    """A block shortened by what a sampled token itself says is a biased sample (methods 0.2).
+    """A policy that drops a token for what that sampled token itself says biases the text (methods 0.2).
 
     The match rule is immune: its tokens are the target's own draws whatever is submitted. So is a point mass, whose
     token, and so its confidence, follows from the context. The recipe's temperature does not matter: requests may
     bring their own.
     """
     rule = _rule(graph)
-    for node in graph.nodes(Kind.SOURCE):
-        info = graph.sources[node.part]
-        biased = info.confidence_from == "self" and info.law == "sampled" and rule.info.needs_law
-        if biased and rule.lossless:
-            found = (
-                f"{node.part} shortens blocks by the confidence of the token it drops, which biases rule {rule.rule}"
-            )
-            expected = "a confidence from the context or the prefix"
-            raise GraphError(graph.where(node.name), found, expected, "use rule match, or lossless: false")
+    if not (rule.info.needs_law and rule.lossless) or _merges(graph):
+        return
+    for length in graph.nodes(Kind.LENGTH):
+        for node in graph.nodes(Kind.SOURCE):
+            info = graph.sources[node.part]
+            if POLICIES[length.part].cuts_before and info.confidence_from == "self" and info.law == "sampled":
+                found = (
+                    f"{length.part} drops tokens of {node.part} by their own confidence, which biases rule {rule.rule}"
+                )
+                expected = "a policy that cuts after such a token, or a confidence from the context or the prefix"
+                raise GraphError(graph.where(node.name), found, expected, "use rule match, or lossless: false")
 
 
 def _check_memory(graph: DecodeGraph) -> None:

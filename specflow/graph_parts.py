@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from specflow.draft.dependency import DEPENDENCIES
 from specflow.draft.registry import SourceInfo
 from specflow.length import POLICIES
-from specflow.recipe_sections import DraftSection
+from specflow.recipe_draft import DraftSection, MergeSection
 
 __all__ = ["Combine", "Commit", "Dependency", "Edge", "Flow", "Kind", "Node", "links", "reads"]
 
@@ -56,7 +56,22 @@ class Combine(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Literal["first_of"] = "first_of"
+    policy: Literal["first_of", "merge"] = "first_of"
+    k: int = Field(DraftSection.model_fields["k"].default, ge=0, le=256, description="longest block")
+    nodes: int | None = Field(None, ge=1, description="most nodes of a merged tree")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tree_has_a_size(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or data.get("policy") != "merge" or data.get("nodes") is not None:
+            return data
+        return {**data, "nodes": MergeSection.model_fields["nodes"].default}
+
+    @model_validator(mode="after")
+    def _only_a_tree_has(self) -> Combine:
+        if self.nodes is not None and self.policy != "merge":
+            raise ValueError(f"nodes is {self.nodes}, and {self.policy} merges nothing")
+        return self
 
 
 class Commit(BaseModel):
@@ -83,8 +98,13 @@ class Node:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layers whose output it reads (-1 is the embedding)."""
-        return tuple(getattr(self.settings, "taps", ()))
+        """Target layers whose output it reads (-1 is the embedding); none where only a loaded target can tell."""
+        return tuple(getattr(self.settings, "taps", None) or ())
+
+    @property
+    def shape(self) -> str:
+        """Form of the blocks a source drafts."""
+        return str(getattr(self.settings, "shape", "chain"))
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -126,7 +146,7 @@ def links(writer: Node, reader: Node, sources: Mapping[str, SourceInfo]) -> list
     if pair == (Kind.SOURCE, Kind.DEPENDENCY):
         found.append((DEPENDENCIES[reader.part].reads, False))
     if pair == (Kind.SOURCE, Kind.LENGTH):
-        found.extend((flow, False) for flow in _policy_needs(reader))
+        found.extend((flow, False) for flow in _policy_needs(reader) if flow in sources[writer.part].offers)
     if reader.kind is Kind.SOURCE:
         carried: dict[Kind, Flow] = {Kind.COMMIT: "tokens", Kind.TARGET: "features"}
         flow = carried.get(writer.kind)

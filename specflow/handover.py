@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specflow.draft.base import Needs
+from specflow.errors import GraphError
 from specflow.law import PointMass
 from specflow.tree import chain
 from specflow.types import DraftBlock, Features, Observation, TargetOutput
@@ -67,6 +68,9 @@ def score_block(target: Target, cache: Cache, anchors: Sequence[int], block: Dra
         anchors: Last committed token of each row.  # [B]
         block: What was drafted.
         needs: Features the drafter wants of these rows.
+
+    Raises:
+        GraphError: It wants features of layers that the draft has run already.
     """
     tokens, positions = torch.tensor([anchors, cache.lengths], device=target.info.device).unsqueeze(2)
     if block.num_nodes:
@@ -75,6 +79,9 @@ def score_block(target: Target, cache: Cache, anchors: Sequence[int], block: Dra
     mask = None if block.topology.is_chain else block.topology.ancestors
     if (entry := block.entry) is None:
         return target.forward(tokens, positions, cache, mask, needs.taps)
+    if below := [tap for tap in needs.taps if tap < entry.layer]:
+        found = f"taps {', '.join(map(str, below))} below layer {entry.layer}, where verification begins"
+        raise GraphError("draft", found, f"taps from {entry.layer} on", "exit earlier, or tap later layers")
     rest = entry.layer, target.info.num_layers
     return target.forward(tokens, positions, cache, mask, needs.taps, layers=rest, hidden_in=entry.hidden)
 

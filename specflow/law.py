@@ -10,16 +10,20 @@ max(s p - q, 0) is s minus the sum of min(s p, q).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from specflow.errors import GraphError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Dense", "DraftVocabulary", "PointMass", "Reduced", "Sparse"]
+    from specflow.types import Law
+
+__all__ = ["ByRow", "Dense", "DraftVocabulary", "PointMass", "Reduced", "Sparse"]
 
 
 class PointMass:
@@ -48,6 +52,14 @@ class PointMass:
         """scaled_p without the drafted token: no probability exceeds 1.  # [B], [B, V] -> [B, V]"""
         return scaled_p.scatter(-1, self.tokens.gather(1, node.unsqueeze(1)).clamp_min(0), 0.0)
 
+    def row(self, node: Tensor) -> Tensor:
+        """# [B] -> [B, V]"""
+        token = self.tokens.gather(1, node.unsqueeze(1)).clamp_min(0)
+        return torch.zeros(len(node), self.vocab_size, device=node.device).scatter_(1, token, 1.0)
+
+    def narrow(self, width: int) -> PointMass:
+        return PointMass(self.tokens[:, :width], self.vocab_size)
+
 
 class Dense:
     """Tokens sampled from a distribution over the whole vocabulary.
@@ -75,6 +87,13 @@ class Dense:
     def excess_at(self, node: Tensor, scaled_p: Tensor) -> Tensor:
         """# [B], [B, V] -> [B, V]"""
         return (scaled_p - _at(self.probs, node)).clamp_min_(0.0)
+
+    def row(self, node: Tensor) -> Tensor:
+        """# [B] -> [B, V]"""
+        return _at(self.probs, node)
+
+    def narrow(self, width: int) -> Dense:
+        return Dense(self.tokens[:, :width], self.probs[:, :width])
 
 
 class DraftVocabulary:
@@ -122,6 +141,14 @@ class Reduced:
         left = (scaled_p[:, ids] - _at(self.probs, node)).clamp_min_(0.0)
         return scaled_p.index_copy(-1, ids, left.to(scaled_p.dtype))
 
+    def row(self, node: Tensor) -> Tensor:
+        """# [B] -> [B, V]"""
+        found = _at(self.probs, node)
+        return found.new_zeros(len(found), self.vocab_size).index_copy_(1, self.vocabulary.to_target, found)
+
+    def narrow(self, width: int) -> Reduced:
+        return Reduced(self.tokens[:, :width], self.probs[:, :width], self.vocabulary)
+
 
 class Sparse:
     """Tokens sampled from a few candidates at each position.
@@ -156,6 +183,64 @@ class Sparse:
         """# [B], [B, V] -> [B, V]"""
         wide = torch.promote_types(scaled_p.dtype, self.probs.dtype)
         return scaled_p.to(wide).scatter_add(-1, _at(self.ids, node), -_at(self.probs, node).to(wide)).clamp_min_(0.0)
+
+    def row(self, node: Tensor) -> Tensor:
+        """# [B] -> [B, V]"""
+        found = _at(self.probs, node)
+        return found.new_zeros(len(found), self.vocab_size).scatter_add_(1, _at(self.ids, node), found)
+
+    def narrow(self, width: int) -> Sparse:
+        return Sparse(self.tokens[:, :width], self.ids[:, :width], self.probs[:, :width], self.vocab_size)
+
+
+class ByRow:
+    """Blocks of several drafters in one batch, each row with the law of its own.
+
+    Args:
+        laws: Each over the whole batch; rows that it does not serve mean nothing.  # of [B, N_i] nodes
+        widths: Nodes of each law.  # N_i
+        serves: Number of the law of each row.  # [B] int64
+        width: N, the widest.
+    """
+
+    def __init__(self, laws: Sequence[Law], widths: Sequence[int], serves: Tensor, width: int) -> None:
+        self._laws, self._widths, self._serves, self._width = laws, widths, serves, width
+        self.is_point = all(law.is_point for law in laws)
+
+    def prob(self) -> Tensor:
+        """# [B, N]"""
+        return self._of_nodes((law.prob() for law in self._laws), 1.0)
+
+    def excess_mass(self, scale: Tensor, p: Tensor) -> Tensor:
+        """# [B, N], [B, N, V] -> [B, N] float64"""
+        each = zip(self._laws, self._widths, strict=True)
+        return self._of_nodes((law.excess_mass(scale[:, :width], p[:, :width]) for law, width in each), 0.0)
+
+    def excess_at(self, node: Tensor, scaled_p: Tensor) -> Tensor:
+        """# [B], [B, V] -> [B, V]"""
+        each = zip(self._laws, self._widths, strict=True)
+        return self._of_rows(law.excess_at(node.clamp_max(width - 1), scaled_p) for law, width in each)
+
+    def row(self, node: Tensor) -> Tensor:
+        """# [B] -> [B, V]"""
+        each = zip(self._laws, self._widths, strict=True)
+        return self._of_rows(law.row(node.clamp_max(width - 1)) for law, width in each)
+
+    def narrow(self, width: int) -> ByRow:
+        widths = [min(each, width) for each in self._widths]
+        laws = [law.narrow(each) for law, each in zip(self._laws, widths, strict=True)]
+        return ByRow(laws, widths, self._serves, width)
+
+    def _of_nodes(self, values: Iterable[Tensor], spare: float) -> Tensor:
+        """Each row from its law; nodes past a law's own are PAD.  # [B, N_i] each -> [B, N]"""
+        return self._of_rows(F.pad(each, (0, self._width - each.shape[1]), value=spare) for each in values)
+
+    def _of_rows(self, values: Iterable[Tensor]) -> Tensor:
+        """# [B, X] each -> [B, X]"""
+        first, *others = values
+        for number, other in enumerate(others, start=1):
+            first = torch.where((self._serves == number).unsqueeze(1), other, first)
+        return first
 
 
 def _excess_of_few(scale: Tensor, p: Tensor, q: Tensor) -> Tensor:

@@ -1,18 +1,20 @@
-"""Length policies: how many tokens to draft for each row.
+"""Length policies by name: how many tokens to draft for each row, and which of them to verify.
 
-All state is host numbers of one row, and a budget depends on earlier rounds only. A cap chosen before drafting never
-biases the law of the text (reference: methods 0.2), whatever the verification rule.
+`length_base` says what a policy is. A budget may depend on anything that was known before drafting; what is cut after
+drafting may depend on the tokens before the cut, never on the token that is dropped (reference: methods 0.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
-from specflow.types import DraftBlock, DraftBudget
+from specflow.length_base import Additive, AdditiveConfig, Fixed, FixedConfig, LengthPolicy
+from specflow.length_confidence import Confidence, ConfidenceConfig, Threshold, ThresholdConfig
+from specflow.length_gain import Costs, ExpectedGain, ExpectedGainConfig
+from specflow.length_match import ByMatch, ByMatchConfig
 
 __all__ = [
     "POLICIES",
@@ -20,261 +22,18 @@ __all__ = [
     "AdditiveConfig",
     "ByMatch",
     "ByMatchConfig",
+    "Confidence",
+    "ConfidenceConfig",
+    "Costs",
+    "ExpectedGain",
+    "ExpectedGainConfig",
     "Fixed",
     "FixedConfig",
     "LengthPolicy",
     "Policy",
+    "Threshold",
+    "ThresholdConfig",
 ]
-
-
-class LengthPolicy(Protocol):
-    """Decides before drafting, may shorten after it, learns from what was accepted."""
-
-    @property
-    def k(self) -> int:
-        """The most draft tokens a budget will ever hold; the bonus token is not one of them."""
-
-    def reset(self, batch: int) -> None:
-        """Forget all requests; the next ones use rows 0 .. batch - 1."""
-
-    def start(self, row: int) -> None:
-        """A new request takes this row."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-
-    def budget(self, limits: Sequence[int]) -> DraftBudget:
-        """The coming round's budget.
-
-        Args:
-            limits: Most tokens each row can use; 0 or less for a row that must not draft.  # [B]
-        """
-
-    def trim(self, block: DraftBlock) -> DraftBlock:
-        """The block to verify: the given one, or a shorter one."""
-
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """What became of the round.
-
-        Args:
-            drafted: Draft tokens verified for each row; 0 where it was a plain step.  # [B]
-            accepted: Of those, the accepted ones.  # [B]
-        """
-
-
-class FixedConfig(BaseModel):
-    """Always k tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Fixed:
-    """K tokens, every round; 0 is plain decoding."""
-
-    def __init__(self, k: int) -> None:
-        assert k >= 0, f"k is {k}"
-        self.k = k
-
-    def reset(self, batch: int) -> None:
-        pass
-
-    def start(self, row: int) -> None:
-        pass
-
-    def select(self, rows: Sequence[int]) -> None:
-        pass
-
-    def budget(self, limits: Sequence[int]) -> DraftBudget:
-        return DraftBudget(tuple(_within(self.k, limit) for limit in limits))
-
-    def trim(self, block: DraftBlock) -> DraftBlock:
-        return block
-
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        pass
-
-
-class AdditiveConfig(BaseModel):
-    """More after a block that was accepted whole, fewer after any other."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    start: int | None = Field(None, ge=1, description="tokens of a request's first block; null starts at k")
-    up: int = Field(2, ge=0, description="added after a block that was accepted whole")
-    down: int = Field(1, ge=0, description="taken off after any other block")
-
-
-class Additive:
-    """The heuristic schedule of Hugging Face's assisted generation, per row, within 1 .. k."""
-
-    def __init__(self, k: int, start: int | None = None, up: int = 2, down: int = 1) -> None:
-        assert k >= 1, f"k is {k}"
-        self.k = k
-        self.config = AdditiveConfig(start=start, up=up, down=down)
-        self._first = min(start or k, k)
-        self._lengths: list[int] = []
-
-    def reset(self, batch: int) -> None:
-        self._lengths = [self._first] * batch
-
-    def start(self, row: int) -> None:
-        self._lengths[row] = self._first
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._lengths = [self._lengths[row] for row in rows]
-
-    def budget(self, limits: Sequence[int]) -> DraftBudget:
-        return DraftBudget(tuple(map(_within, self._lengths, limits)))
-
-    def trim(self, block: DraftBlock) -> DraftBlock:
-        return block
-
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """A round that drafted nothing says nothing, and changes nothing."""
-        for row, (num_drafted, num_accepted) in enumerate(zip(drafted, accepted, strict=True)):
-            if num_drafted:
-                change = self.config.up if num_accepted == num_drafted else -self.config.down
-                self._lengths[row] = max(1, min(self.k, self._lengths[row] + change))
-
-
-class ByMatchConfig(BaseModel):
-    """Draft more after longer matches, and stop where drafting does not pay."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    per_match: float = Field(2.0, gt=0.0, description="most draft tokens per matched token")
-    row_price: float = Field(0.05, ge=0.0, description="cost of one more row of a target pass, in plain steps")
-    fixed_price: float = Field(0.05, ge=0.0, description="cost of drafting at all, in plain steps")
-    probe: int = Field(16, ge=1, description="rounds until match lengths that did not pay are tried again")
-
-
-class ByMatch:
-    """Draft length grows with the match, as far as acceptance pays for the rows.
-
-    A round with n draft tokens costs `1 + fixed_price + n * row_price` plain steps and yields one token more than it
-    accepts. Where a text continues a match, its first token is right with probability p (the text repeats itself here,
-    or it does not) and each later one with probability r (it goes on doing so), so n tokens yield
-    `1 + p (1 + r + ... + r^(n-1))`. The cap is the n that yields most for its cost, 0 where plain steps do.
-
-    p and r are learnt for each row and each class of match length from recent drafts, starting from a hopeful guess:
-    a few failures park a class. A parked class is probed with one token from time to time, ever more rarely while the
-    probes fail. The default prices won on recorded answers at a CPU's costs, one request (docs/log.md).
-    """
-
-    def __init__(
-        self, k: int, per_match: float = 2.0, row_price: float = 0.05, fixed_price: float = 0.05, probe: int = 16
-    ) -> None:
-        assert k >= 1, f"k is {k}"
-        self.k = k
-        self.config = ByMatchConfig(per_match=per_match, row_price=row_price, fixed_price=fixed_price, probe=probe)
-        self._rows: list[_Row] = []
-        self._matched: tuple[int, ...] | None = None  # [B] of the block under verification
-
-    def reset(self, batch: int) -> None:
-        self._rows = [_Row(self.k, self.config) for _ in range(batch)]
-        self._matched = None
-
-    def start(self, row: int) -> None:
-        self._rows[row] = _Row(self.k, self.config)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
-
-    def budget(self, limits: Sequence[int]) -> DraftBudget:
-        tables = tuple(row.next_table() for row in self._rows)
-        tokens = tuple(_within(max(table), limit) for table, limit in zip(tables, limits, strict=True))
-        return DraftBudget(tokens, self.config.per_match, tables)
-
-    def trim(self, block: DraftBlock) -> DraftBlock:
-        """The block as it is: the budget has said all. Remembers what the drafts were based on."""
-        self._matched = block.match_lengths
-        return block
-
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        if self._matched is None:
-            return
-        for row, matched, num_drafted, num_accepted in zip(self._rows, self._matched, drafted, accepted, strict=True):
-            if matched and num_drafted:
-                row.observe(matched, num_drafted, num_accepted)
-        self._matched = None
-
-
-# Match lengths 1, 2-3, 4-7, 8-15 and 16 or more are told apart: each doubling is one class.
-NUM_CLASSES = 5
-CLASS_OF = tuple(length.bit_length() - 1 for length in range(1, 2 ** (NUM_CLASSES - 1) + 1))
-KEEP = 0.9  # weight of all earlier drafts when a new one is seen: about the last ten count
-MOST_WAITS = 16  # a parked class is probed at least once in this many times `probe` rounds
-
-
-@dataclass(slots=True)
-class _MatchClass:
-    """What one row knows about drafts that continue matches of similar length. Counts fade by KEEP a draft."""
-
-    k: int
-    config: ByMatchConfig
-    cap: int = field(init=False)
-    wait: int = field(init=False)
-    resume: int = 0  # round from which a parked class is probed
-    first_tries: float = 2.0
-    first_wins: float = 1.0
-    later_tries: float = 5.0
-    later_wins: float = 4.0
-
-    def __post_init__(self) -> None:
-        self.wait = self.config.probe
-        self.cap = self._best()
-
-    def observe(self, drafted: int, accepted: int, round_: int) -> None:
-        """Learn from a draft. Tokens after the first rejection were never judged, so they do not count."""
-        self.first_tries = KEEP * self.first_tries + 1
-        self.first_wins = KEEP * self.first_wins + (accepted > 0)
-        self.later_tries = KEEP * self.later_tries + max(0, min(drafted, accepted + 1) - 1)
-        self.later_wins = KEEP * self.later_wins + max(0, accepted - 1)
-        self.cap = self._best()
-        if self.cap:
-            self.wait = self.config.probe
-        else:
-            self.resume = round_ + self.wait
-            self.wait = min(2 * self.wait, MOST_WAITS * self.config.probe)
-
-    def _best(self) -> int:
-        """The number of draft tokens that yields most tokens for its cost; 0 where plain steps do."""
-        reach, keeps = self.first_wins / self.first_tries, self.later_wins / self.later_tries
-        best, best_rate, tokens, cost = 0, 1.0, 1.0, 1.0 + self.config.fixed_price
-        for n in range(1, self.k + 1):
-            tokens += reach
-            cost += self.config.row_price
-            reach *= keeps
-            if tokens > best_rate * cost:
-                best, best_rate = n, tokens / cost
-        return best
-
-
-class _Row:
-    """One request's classes and the table of caps they add up to."""
-
-    def __init__(self, k: int, config: ByMatchConfig) -> None:
-        self._classes = [_MatchClass(k, config) for _ in range(NUM_CLASSES)]
-        self._round = 0
-        self._caps: list[int] = []
-        self._table: tuple[int, ...] = ()
-
-    def next_table(self) -> tuple[int, ...]:
-        """Most draft tokens by match length, for the coming round.  # [2 ** (NUM_CLASSES - 1)]"""
-        self._round += 1
-        caps = [known.cap or int(self._round >= known.resume) for known in self._classes]
-        if caps != self._caps:
-            self._caps = caps
-            self._table = tuple(caps[index] for index in CLASS_OF)
-        return self._table
-
-    def observe(self, matched: int, drafted: int, accepted: int) -> None:
-        index = min(matched.bit_length(), NUM_CLASSES) - 1
-        self._classes[index].observe(drafted, accepted, self._round)
-
-
-def _within(length: int, limit: int) -> int:
-    return max(0, min(length, limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +44,21 @@ class Policy:
     policy: Callable[..., LengthPolicy]
     needs: frozenset[str] = frozenset()
     """What the source must offer for the policy to mean anything."""
+    uses: frozenset[str] = frozenset()
+    """What it makes use of where the source offers it."""
+    priced: bool = False
+    """Whether it decides by measured costs: it then has `use(costs)`."""
+    chains: bool = False
+    """Whether it shortens chains alone: what it means for a tree is nothing."""
+    cuts_before: bool = False
+    """Whether it drops a token for that token's own confidence even where the token was sampled."""
 
 
 POLICIES: Mapping[str, Policy] = {
     "fixed": Policy(FixedConfig, Fixed),
     "additive": Policy(AdditiveConfig, Additive),
     "match": Policy(ByMatchConfig, ByMatch, frozenset({"match_lengths"})),
+    "threshold": Policy(ThresholdConfig, Threshold, frozenset({"confidence"}), chains=True),
+    "confidence": Policy(ConfidenceConfig, Confidence, frozenset({"confidence"}), chains=True),
+    "expected_gain": Policy(ExpectedGainConfig, ExpectedGain, uses=frozenset({"confidence"}), priced=True),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -17,11 +18,15 @@ from specflow.types import Counts, Timings
 
 __all__ = [
     "Clock",
+    "ContextRate",
     "PositionRate",
     "Spread",
+    "acceptance_by_context",
     "acceptance_by_position",
     "acceptance_length",
     "check_counts",
+    "cliff",
+    "context_bucket",
     "draft_acceptance_rate",
     "merge_counts",
     "metrics",
@@ -29,6 +34,12 @@ __all__ = [
     "quantile",
     "spread",
 ]
+
+
+FIRST_CONTEXT = 512  # tokens of the first range of contexts
+CLIFF_REACHED, CLIFF_HELD, CLIFF_SHARE = 20, 0.3, 0.15
+"""A position counts when it was reached this often; it falls off a cliff when acceptance at the one before was at least
+CLIFF_HELD and its own is at most this share of that."""
 
 
 class Clock:
@@ -76,6 +87,45 @@ class PositionRate:
     unconditional: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class ContextRate:
+    """Acceptance of rounds that began within a range of context lengths: drafters lose touch as texts grow."""
+
+    context_from: int
+    context_to: int  # exclusive
+    rounds: int  # that drafted
+    acceptance_length: float  # 1 + accepted / rounds
+
+
+def context_bucket(context: int) -> int:
+    """Number of the range a context length falls into: 0-511, 512-1023, 1024-2047, 2048-4095, ..."""
+    return (context // FIRST_CONTEXT).bit_length()
+
+
+def acceptance_by_context(counts: Counts) -> list[ContextRate]:
+    """Acceptance length of every range of contexts in which something was drafted."""
+    rates = []
+    for bucket, (rounds, accepted) in enumerate(zip(counts.rounds_by_context, counts.accepted_by_context, strict=True)):
+        if rounds:
+            begin = FIRST_CONTEXT << bucket - 1 if bucket else 0
+            rates.append(ContextRate(begin, FIRST_CONTEXT << bucket, rounds, 1.0 + accepted / rounds))
+    return rates
+
+
+def cliff(counts: Counts) -> int | None:
+    """The position after which acceptance all but ends, where the one before it still held; None where none does.
+
+    Such a cliff is no property of text: windows ignored by the drafter, a block drafted wider than it was trained for,
+    or positions off by some (published reports: 0.8, 0.7, 0.6, 0.6, 0.0).
+    """
+    rates = [rate for rate in acceptance_by_position(counts) if rate.reached >= CLIFF_REACHED]
+    for before, after in pairwise(rates):
+        held, holds = before.conditional, after.conditional
+        if held is not None and holds is not None and held >= CLIFF_HELD and holds <= held * CLIFF_SHARE:
+            return before.position
+    return None
+
+
 def check_counts(counts: Counts) -> None:
     """Assert what every count must satisfy, so that no rate leaves [0, 1].
 
@@ -86,6 +136,7 @@ def check_counts(counts: Counts) -> None:
     assert 0 <= counts.num_spec_steps <= counts.num_rounds, counts
     assert len(counts.drafted_at) == len(counts.reached_at) == len(counts.accepted_at), counts
     assert sum(counts.accepted_at) == counts.num_accepted_draft_tokens, counts
+    assert sum(counts.rounds_by_context) in (0, counts.num_spec_steps), counts
     before = counts.num_spec_steps
     for drafted, reached, accepted in zip(counts.drafted_at, counts.reached_at, counts.accepted_at, strict=True):
         assert 0 <= accepted <= reached <= drafted <= counts.num_spec_steps, counts
@@ -124,6 +175,8 @@ def metrics(counts: Counts) -> dict[str, Any]:
     acceptance_histogram               {j: rounds with a draft that accepted exactly j tokens}
     num_spec_tokens                    deepest position drafted
     acceptance_by_position             see PositionRate
+    acceptance_by_context              see ContextRate
+    cliff_after                        see `cliff`
 
     Rates are None where nothing was drafted: unobserved, not zero.
     """
@@ -146,6 +199,8 @@ def metrics(counts: Counts) -> dict[str, Any]:
         "num_draft_calls": counts.num_draft_calls,
         "num_generated_tokens": counts.num_generated_tokens,
         "acceptance_by_position": [dataclasses.asdict(rate) for rate in acceptance_by_position(counts)],
+        "acceptance_by_context": [dataclasses.asdict(rate) for rate in acceptance_by_context(counts)],
+        "cliff_after": cliff(counts),
     }
 
 

@@ -19,17 +19,15 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from specflow.errors import RecipeError
+from specflow.recipe_draft import COMBINED, DRAFT, PART, CombinedSection, DraftSection, SourceSection, draft_data
 from specflow.recipe_sections import (
     Choice,
-    DraftSection,
     LengthSection,
     RuntimeSection,
     Section,
     TargetSection,
     TuneRange,
     VerifySection,
-    draft_sections,
-    expand_method,
     fault,
     length_sections,
     plain_length,
@@ -53,7 +51,6 @@ __all__ = [
     "shipped_recipes",
 ]
 
-DRAFT = Choice("source", draft_sections, expand=expand_method)
 VERIFY = Choice("rule", verify_sections, default="match")
 LENGTH = Choice("policy", length_sections, default="fixed")
 CHOICES = {"draft": DRAFT, "verify": VERIFY, "length": LENGTH}
@@ -157,10 +154,13 @@ def recipe_data(recipe: Recipe, full: bool = False) -> dict[str, Any]:
         value = getattr(recipe, name)
         if name == "tune":
             dumped: Any = {key: values.model_dump(exclude_defaults=True) for key, values in value.items()}
+        elif isinstance(value, DraftSection):
+            dumped = draft_data(value, full)
         else:
             dumped = value.model_dump(exclude_defaults=not full) if isinstance(value, BaseModel) else value
-        if name in CHOICES and value is not None:
-            dumped = _lead_with_choice(value, CHOICES[name].key, dumped)
+            if name in CHOICES and value is not None:
+                key = CHOICES[name].key
+                dumped = {key: getattr(value, key), **dumped}
         if full or (value is not None and value != Recipe.model_fields[name].get_default(call_default_factory=True)):
             data[name] = dumped
     return data
@@ -216,16 +216,6 @@ def _recipe_folder() -> Path:
     return inside if inside.is_dir() else here.parent / "recipes"
 
 
-def _lead_with_choice(section: BaseModel, key: str, dumped: dict[str, Any]) -> dict[str, Any]:
-    """Put the key that chooses the section first, and the method in place of the axes it stands for."""
-    dumped.pop(key, None)
-    if isinstance(section, DraftSection) and section.method is not None:
-        for fixed in section.info.presets()[section.method]:
-            dumped.pop(fixed, None)
-        return {"method": section.method, **dumped}
-    return {key: getattr(section, key), **dumped}
-
-
 def _validate(document: Document) -> Recipe:
     try:
         return Recipe.model_validate(document.data, strict=True)
@@ -274,7 +264,7 @@ def explain(
     if kind == "extra_forbidden":
         return Problem(path, "unknown key", f"one of: {', '.join(known)}", nearest(path[-1], known))
     if kind == "union_tag_invalid":
-        choices = re.findall(r"'([^']*)'", context["expected_tags"])
+        choices = [name for name in re.findall(r"'([^']*)'", context["expected_tags"]) if name not in COMBINED]
         hint = nearest(context["tag"], choices)
         place = (*path, CHOICES[str(path[0])].key)
         return Problem(place, word(context["tag"]), f"one of: {', '.join(choices)}", hint)
@@ -282,6 +272,9 @@ def explain(
         choices = [name.strip("'") for name in re.findall(r"'[^']*'|True|False|-?\d+", context["expected"])]
         choices = [name.lower() if name in ("True", "False") else name for name in choices]
         return Problem(path, word(detail["input"]), f"one of: {', '.join(choices)}", nearest(detail["input"], choices))
+    if kind in ("too_short", "too_long"):
+        wanted = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        return Problem(path, f"{context['actual_length']} items", wanted)
     if kind == "value_error":
         return Problem(path, detail["msg"].removeprefix("Value error, "), "")
     if kind == "string_pattern_mismatch" and section is not None and path[-1] in section.model_fields:
@@ -290,13 +283,16 @@ def explain(
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[tuple[Any, ...], type[BaseModel] | None]:
-    """Path of keys in the file, and the section model it leads to: the location without the tag of a choice."""
+    """Path of keys in the file, and the section model it leads to: the location without the tags of choices."""
     choice = CHOICES.get(str(loc[0])) if loc else None
     if choice is None or len(loc) == 1:
         field = Recipe.model_fields.get(str(loc[0])) if loc else None
         found = field.annotation if field is not None else None
         return loc, found if isinstance(found, type) and issubclass(found, BaseModel) else None
-    return (loc[0], *loc[2:]), choice.sections()[str(loc[1])]
+    section: type[BaseModel] = choice.sections()[str(loc[1])]
+    if issubclass(section, CombinedSection) and len(loc) > 4 and loc[2] == section.policy:
+        return (loc[0], *loc[2:4], *loc[5:]), PART.sections()[str(loc[4])]
+    return (loc[0], *loc[2:]), section
 
 
 def _keys(path: tuple[Any, ...], section: type[BaseModel] | None) -> set[str]:
@@ -306,4 +302,4 @@ def _keys(path: tuple[Any, ...], section: type[BaseModel] | None) -> set[str]:
     if path[0] == "tune":
         return set(TuneRange.model_fields)
     keys = set(section.model_fields) if section is not None else set()
-    return keys | {"method"} if path[0] == "draft" else keys
+    return keys | {"method"} if section is not None and issubclass(section, SourceSection) else keys

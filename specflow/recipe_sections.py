@@ -1,8 +1,4 @@
-"""Sections of a recipe: frozen pydantic models that refuse unknown keys. No torch.
-
-The draft section takes its options from the source it names (`specflow.draft.registry`), so a new source brings its own
-keys, checks and schema without a change here.
-"""
+"""Sections of a recipe: frozen pydantic models that refuse unknown keys; `recipe_draft` has the draft's. No torch."""
 
 from __future__ import annotations
 
@@ -23,25 +19,22 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from specflow.draft.registry import SourceInfo, discover
 from specflow.length import POLICIES
 from specflow.rules import RULE_INFOS, RuleInfo
 
 __all__ = [
     "Choice",
-    "DraftSection",
     "LengthSection",
     "RuntimeSection",
     "Section",
     "TargetSection",
     "TuneRange",
     "VerifySection",
-    "draft_sections",
-    "expand_method",
     "fault",
     "length_sections",
     "plain_length",
     "plain_verify",
+    "section_of",
     "verify_sections",
 ]
 
@@ -73,84 +66,6 @@ class TargetSection(Section):
     revision: str | None = Field(None, description="branch, tag or commit of an HF id")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     threads: int | None = Field(None, ge=1, description="CPU threads; null leaves the choice to torch")
-
-
-class DraftSection(Section):
-    """Where drafts come from. Every source has its own subclass, which adds its options (see `draft_sections`)."""
-
-    source: str = Field(description="where the draft gets its information")
-    dependency: str = Field(description="in what order the positions of a block depend on each other")
-    k: int = Field(
-        8, ge=0, le=256, description="most draft tokens of a round, the bonus token excluded; 0 is plain decoding"
-    )
-
-    @property
-    def info(self) -> SourceInfo:
-        """What the source says about itself."""
-        return discover()[self.source]
-
-    @property
-    def options(self) -> BaseModel:
-        """The source's own config."""
-        config = self.info.config
-        return config.model_validate({name: getattr(self, name) for name in config.model_fields})
-
-    @property
-    def method(self) -> str | None:
-        """Name of the preset that stands for these axes, if one does."""
-        for name, fixed in self.info.presets().items():
-            if all(getattr(self, key) == value for key, value in fixed.items()):
-                return name
-        return None
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        found = handler.resolve_ref_schema(handler(schema))
-        names = list(discover()[cls.model_fields["source"].default].presets())
-        method = {"enum": names, "description": "preset of the axes: source, dependency and the source's options"}
-        found["properties"] = {"method": method, **found["properties"]}
-        return found
-
-
-@cache
-def draft_sections() -> dict[str, type[DraftSection]]:
-    """Source name -> its draft section: source, dependency and k, plus the source's own options."""
-    return {name: _draft_section(info) for name, info in discover().items()}
-
-
-def _draft_section(info: SourceInfo) -> type[DraftSection]:
-    clash = {"method", *DraftSection.model_fields} & set(info.config.model_fields)
-    assert not clash, f"options of source {info.name} hide keys of the draft section: {sorted(clash)}"
-    fields: Any = {
-        "source": (Literal[info.name], Field(info.name, description=DraftSection.model_fields["source"].description)),
-        "dependency": (
-            Literal[info.dependency],
-            Field(info.dependency[0], description=DraftSection.model_fields["dependency"].description),
-        ),
-    }
-    section: type[DraftSection] = _section(f"{info.name}_draft", (info.config, DraftSection), fields)
-    return section
-
-
-def expand_method(data: Any) -> Any:
-    """Replace `method` by the axes it stands for; axes written beside it must agree."""
-    if not isinstance(data, Mapping):
-        return data
-    presets = {name: (info, fixed) for info in discover().values() for name, fixed in info.presets().items()}
-    given = dict(data)
-    if "method" not in given:
-        if "source" not in given:
-            raise fault("", "neither method nor source", "one of them, or no draft section", tuple(presets))
-        return given
-    method = given.pop("method")
-    if not isinstance(method, str) or method not in presets:
-        raise fault("method", f"unknown method {method!r}", f"one of: {', '.join(presets)}", tuple(presets))
-    info, options = presets[method]
-    fixed = {"source": info.name, **options}
-    for key, value in fixed.items():
-        if given.setdefault(key, value) != value:
-            raise fault(key, f"{given[key]!r}, which contradicts method {method}", f"{value!r}, or no method")
-    return given
 
 
 class VerifySection(Section):
@@ -190,7 +105,7 @@ def verify_sections() -> dict[str, type[VerifySection]]:
 
 def _verify_section(name: str, config: type[BaseModel]) -> type[VerifySection]:
     fields: Any = {"rule": (Literal[name], Field(name, description="how a block is verified"))}
-    section: type[VerifySection] = _section(f"{name}_verify", (config, VerifySection), fields)
+    section: type[VerifySection] = section_of(f"{name}_verify", (config, VerifySection), fields)
     return section
 
 
@@ -218,11 +133,11 @@ def length_sections() -> dict[str, type[LengthSection]]:
 
 def _length_section(name: str, config: type[BaseModel]) -> type[LengthSection]:
     fields: Any = {"policy": (Literal[name], Field(name, description="how the length is chosen"))}
-    section: type[LengthSection] = _section(f"{name}_length", (config, LengthSection), fields)
+    section: type[LengthSection] = section_of(f"{name}_length", (config, LengthSection), fields)
     return section
 
 
-def _section(name: str, bases: tuple[type[BaseModel], ...], fields: dict[str, Any]) -> Any:
+def section_of(name: str, bases: tuple[type[BaseModel], ...], fields: dict[str, Any]) -> Any:
     """A section model made of a part's own config and the section's common keys."""
     title = "".join(word.title() for word in re.split(r"\W|_", name))
     return create_model(title, __base__=bases, __doc__=bases[0].__doc__, **fields)

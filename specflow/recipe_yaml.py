@@ -88,20 +88,33 @@ class Document:
         self.set(key.strip(), _parse(text, f"--set {setting}", Document(f"--set {setting}", {})), "--set")
 
     def set(self, key: str, value: Any, reason: str) -> None:
-        """Write one dotted key; sections on the way are made where missing."""
+        """Write one dotted key; sections on the way are made where missing, items of a list go by their number."""
         path = split_key(key)
-        section = self.data
-        for length, part in enumerate(path[:-1], start=1):
-            if section.get(part) is None:
-                section[part] = {}
-            self.origins.setdefault(path[:length], f"{reason} {key}")
-            section = section[part]
-            if not isinstance(section, dict):
-                raise RecipeError(f"{reason} {key}", f"{part} is not a section", "a key of a section")
-        section[path[-1]] = value
+        self.data = self._written(self.data, path, (), value, f"{reason} {key}")
         for known in [known for known in self.origins if known[: len(path)] == path]:
             del self.origins[known]
         self.origins[path] = f"{reason} {key}"
+
+    def _written(self, section: Any, path: Path, above: Path, value: Any, where: str) -> Any:
+        """The section with a value at a path in it; `above` leads to the section."""
+        if not path:
+            return value
+        part, rest, here = path[0], path[1:], (*above, path[0])
+        if section is None:
+            section = {}
+            self.origins.setdefault(above, where)
+        if isinstance(section, dict):
+            section[part] = self._written(section.get(part), rest, here, value, where)
+            return section
+        if not isinstance(section, list | tuple):
+            raise RecipeError(where, f"{above[-1]} is not a section", "a key of a section")
+        if not isinstance(part, int) or part >= len(section):
+            raise RecipeError(
+                where, f"{above[-1]} is a list of {len(section)}", f"a number from 0 to {len(section) - 1}"
+            )
+        items = list(section)
+        items[part] = self._written(items[part], rest, here, value, where)
+        return tuple(items)
 
 
 def split_key(key: str) -> Path:
@@ -145,8 +158,13 @@ def _convert(node: yaml.Node, document: Document, path: Path, above: tuple[yaml.
     if isinstance(node, yaml.MappingNode):
         return _mapping(node, document, path, (*above, node))
     if isinstance(node, yaml.SequenceNode):
-        return tuple(_convert(item, document, (*path, i), (*above, node)) for i, item in enumerate(node.value))
+        return tuple(_item(item, document, (*path, i), (*above, node)) for i, item in enumerate(node.value))
     return _scalar(node, where)
+
+
+def _item(node: yaml.Node, document: Document, path: Path, above: tuple[yaml.Node, ...]) -> Any:
+    document.origins[path] = f"{document.name}:{node.start_mark.line + 1}"
+    return _convert(node, document, path, above)
 
 
 def _mapping(node: yaml.MappingNode, document: Document, path: Path, above: tuple[yaml.Node, ...]) -> dict[Any, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from specflow.errors import RequestError
+from specflow.measure import context_bucket
 from specflow.types import Counts, Generation, Sampling, Timings
 
 if TYPE_CHECKING:
@@ -163,10 +164,17 @@ class RequestState:
         counts.num_accepted_draft_tokens += accepted
         for column in (counts.drafted_at, counts.reached_at, counts.accepted_at):
             column.extend([0] * (seen - len(column)))
+        self._count_context(len(self.request.prompt) + len(self.tokens) - kept, accepted)
         for position in range(seen):
             counts.drafted_at[position] += 1
             counts.reached_at[position] += position <= accepted
             counts.accepted_at[position] += position < accepted
+
+    def _count_context(self, context: int, accepted: int) -> None:
+        bucket = context_bucket(context)
+        for column, more in ((self.counts.rounds_by_context, 1), (self.counts.accepted_by_context, accepted)):
+            column.extend([0] * (bucket + 1 - len(column)))
+            column[bucket] += more
 
     def event(self) -> Event:
         """What became final since the last call."""

@@ -17,7 +17,7 @@ class MatchConfig(BaseModel):
 
 
 class RejectionConfig(BaseModel):
-    """Keep a draft token with probability min(1, p/q), else draw from the residual (Leviathan; Chen)."""
+    """Keep a draft token with probability min(1, p/q), else draw from the residual; in a tree try the next sibling."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,12 +47,13 @@ class RuleInfo:
     lossy: bool = False  # the text's law is not the target's
     needs_law: bool = False  # reads the law the block was drawn from
     trees: bool = False  # takes blocks that are not chains
+    without_replacement: bool = False  # of sampled siblings it takes those drawn each from what the ones before left
     same_text: bool = False  # the text is plain decoding's, token for token, whatever is drafted
 
 
 RULE_INFOS: Mapping[str, RuleInfo] = {
     "match": RuleInfo(MatchConfig, trees=True, same_text=True),
-    "rejection": RuleInfo(RejectionConfig, needs_law=True),
+    "rejection": RuleInfo(RejectionConfig, needs_law=True, trees=True, without_replacement=True),
     "block": RuleInfo(BlockConfig, needs_law=True),
     "typical": RuleInfo(TypicalConfig, lossy=True, trees=True),
 }

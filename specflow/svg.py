@@ -17,7 +17,7 @@ from specflow.graph_parts import Kind, Node
 if TYPE_CHECKING:
     from specflow.graph import DecodeGraph
 
-__all__ = ["draw_svg"]
+__all__ = ["FONT", "GREY", "INK", "draw_svg", "svg_text"]
 
 FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 INK, GREY, LINE, CARRY = "#1f2430", "#646b78", "#4a5160", "#a0527a"
@@ -93,7 +93,7 @@ def draw_svg(graph: DecodeGraph) -> str:
     parts += [_wire(wire, page) for wire in page.wires]
     parts += [_label(wire) for wire in page.wires]
     parts += [_box(box) for box in page.boxes.values()]
-    parts.append(_text((MARGIN, page.height - MARGIN / 2), caption, 12, GREY))
+    parts.append(svg_text((MARGIN, page.height - MARGIN / 2), caption, 12, GREY))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -106,7 +106,7 @@ def _lay_out(graph: DecodeGraph) -> _Page:
     """Columns, ports, gaps, lanes: each step needs only the ones before."""
     page = _Page({}, [])
     for name, column in _columns(graph).items():
-        page.boxes[name] = _sized(graph.node(name), column)
+        page.boxes[name] = _sized(graph, graph.node(name), column)
     for writer, reader, carry, text in arrows(graph):
         one, other = page.boxes[writer], page.boxes[reader]
         side = 1 if carry else 0 if other.column == one.column + 1 else -1
@@ -150,8 +150,8 @@ def _untangle(page: _Page) -> None:
         place.update({id(box): i - (len(column) - 1) / 2 for i, box in enumerate(column)})
 
 
-def _sized(node: Node, column: int) -> _Box:
-    lines = [_short(line) for line in details(node)]
+def _sized(graph: DecodeGraph, node: Node, column: int) -> _Box:
+    lines = [_short(line) for line in details(graph, node)]
     if len(lines) > MOST_LINES:
         lines = [*lines[: MOST_LINES - 1], f"and {len(lines) - MOST_LINES + 1} more"]
     widths = [_text_width(node.name, 11), _text_width(_short(node.part), 15, True)]
@@ -330,22 +330,25 @@ def _label(wire: _Wire) -> str:
     x, y = wire.label
     width = 0.9 * _text_width(wire.text, 12) + 4.0
     patch = f'<rect x="{x - width / 2:.1f}" y="{y - 8:.1f}" width="{width:.1f}" height="16" fill="#ffffff"/>'
-    return patch + _text((x, y + 4.2), wire.text, 12, wire.colour, anchor="middle")
+    return patch + svg_text((x, y + 4.2), wire.text, 12, wire.colour, anchor="middle")
 
 
 def _box(box: _Box) -> str:
     fill, stroke = COLOURS[box.node.kind]
     shape = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="9"'
     parts = [f'<rect {shape} fill="{fill}" stroke="{stroke}" stroke-width="1.6"/>']
-    parts.append(_text((box.x + PAD, box.y + 22.0), box.node.name, 11, stroke))
+    parts.append(svg_text((box.x + PAD, box.y + 22.0), box.node.name, 11, stroke))
     part = "next round" if box.node.kind is Kind.COMMIT else _short(box.node.part)
-    parts.append(_text((box.x + PAD, box.y + 42.0), part, 15, INK, bold=True))
+    parts.append(svg_text((box.x + PAD, box.y + 42.0), part, 15, INK, bold=True))
     for number, line in enumerate(box.lines):
-        parts.append(_text((box.x + PAD, box.y + 62.0 + 17.0 * number), line, 12, GREY))
+        parts.append(svg_text((box.x + PAD, box.y + 62.0 + 17.0 * number), line, 12, GREY))
     return "".join(parts)
 
 
-def _text(at: tuple[float, float], text: str, size: int, colour: str, bold: bool = False, anchor: str = "start") -> str:
+def svg_text(
+    at: tuple[float, float], text: str, size: int, colour: str, bold: bool = False, anchor: str = "start"
+) -> str:
+    """One line of text; `at` is its baseline at the anchor."""
     weight = ' font-weight="600"' if bold else ""
     place = f'x="{at[0]:.1f}" y="{at[1]:.1f}" font-size="{size}"{weight} fill="{colour}" text-anchor="{anchor}"'
     return f'<text {place} xml:space="preserve">{escape(text)}</text>'
@@ -357,6 +360,6 @@ def _head(page: _Page, title: str, description: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}" role="img">',
         f"<title>{escape(title)}</title>",
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        _text((MARGIN, MARGIN + 8.0), title, 19, INK, bold=True),
+        svg_text((MARGIN, MARGIN + 8.0), title, 19, INK, bold=True),
     ]
-    return "\n".join([*lines, *([_text((MARGIN, MARGIN + 30.0), description, 13, GREY)] if description else [])])
+    return "\n".join([*lines, *([svg_text((MARGIN, MARGIN + 30.0), description, 13, GREY)] if description else [])])

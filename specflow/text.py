@@ -42,6 +42,15 @@ class TextCodec:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
+    def num_ids(self) -> int:
+        """One more than the highest id the tokenizer knows; ids below it may be unused."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def token(self, index: int) -> str | None:
+        """The string an id stands for, as the tokenizer spells it; None where it knows no such id."""
+        return self._backend.id_to_token(index)
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from specflow.types import DraftBlock
 
-__all__ = ["chain", "extents", "from_parents", "path_to", "scoring_rows", "valid_nodes"]
+__all__ = ["chain", "extents", "from_parents", "from_paths", "path_to", "scoring_rows", "valid_nodes"]
 
 
 @lru_cache(maxsize=1024)
@@ -23,16 +25,17 @@ def chain(num_nodes: int, device: torch.device) -> Topology:
     """The topology of `num_nodes` tokens in a row; 0 is the empty block. Cached, so never write into it."""
     rows = torch.arange(num_nodes + 1, device=device).unsqueeze(0)
     ancestors = torch.ones(1, num_nodes + 1, num_nodes + 1, dtype=torch.bool, device=device).tril()
-    return Topology(rows[:, :-1] - 1, rows, ancestors, max_depth=num_nodes, is_chain=True)
+    return Topology(rows[:, :-1] - 1, rows, ancestors, max_depth=num_nodes, is_chain=True, max_siblings=1)
 
 
-def from_parents(parents: Tensor, max_depth: int | None = None) -> Topology:
+def from_parents(parents: Tensor, max_depth: int | None = None, max_siblings: int | None = None) -> Topology:
     """The topology of a tree given by its parents, computed without asking the device anything.
 
     Args:
         parents: Node index of each node's parent, -1 for the anchor; parents precede children.  # [B or 1, N] int64
         max_depth: Longest path from the anchor where the caller knows it; None takes N, which is always enough
             and makes verdicts that wide.
+        max_siblings: Most children of one row where the caller knows it; sampled trees are verified faster for it.
     """
     batch, num_nodes = parents.shape
     deepest = num_nodes if max_depth is None else max_depth
@@ -41,7 +44,23 @@ def from_parents(parents: Tensor, max_depth: int | None = None) -> Topology:
     reach = ((rows == above.unsqueeze(-1)) | (rows == rows.unsqueeze(-1))).float()  # itself and one step up
     for _ in range(max(deepest - 1, 0).bit_length()):  # each product doubles the steps
         reach = (reach @ reach).clamp_max_(1.0)
-    return Topology(parents, reach.sum(-1).long() - 1, reach > 0, max_depth=deepest, is_chain=False)
+    return Topology(parents, reach.sum(-1).long() - 1, reach > 0, deepest, False, max_siblings)
+
+
+def from_paths(paths: Sequence[tuple[int, ...]], device: torch.device) -> Topology:
+    """The topology of a tree given by its paths, nodes in their order.
+
+    Args:
+        paths: Each node as the ranks that lead to it, as in Medusa's choices; parents precede children.  # [N]
+        device: Where the pass runs.
+    """
+    node: dict[tuple[int, ...], int] = {(): -1}
+    for index, path in enumerate(paths):
+        node[path] = index
+    parents = [node[path[:-1]] for path in paths]
+    siblings = max(Counter(parents).values(), default=0)
+    tensor = torch.tensor([parents], dtype=torch.int64, device=device)
+    return from_parents(tensor, max(map(len, paths), default=0), siblings)
 
 
 def scoring_rows(topology: Topology, batch: int) -> Tensor:

@@ -141,6 +141,12 @@ class Law(Protocol):
     def excess_at(self, node: Tensor, scaled_p: Tensor) -> Tensor:
         """max(scaled_p - q, 0) at one node of each row.  # [B], [B, V] -> [B, V]"""
 
+    def row(self, node: Tensor) -> Tensor:
+        """q at one node of each row, before any sibling was removed.  # [B] -> [B, V]"""
+
+    def narrow(self, width: int) -> Law:
+        """The law of the first `width` nodes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -151,6 +157,7 @@ class Topology:
     ancestors: Tensor  # [B or 1, M, M] bool, [i, j] true where row j is row i or above it
     max_depth: int  # D
     is_chain: bool
+    max_siblings: int | None = None  # most children of one row, where the host knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +293,8 @@ class Counts:
     drafted_at: list[int] = field(default_factory=list)  # rounds in which position i was drafted
     reached_at: list[int] = field(default_factory=list)  # of those, rounds in which all earlier positions were accepted
     accepted_at: list[int] = field(default_factory=list)  # of those, rounds in which it was accepted
+    rounds_by_context: list[int] = field(default_factory=list)  # rounds that drafted, by `measure.context_bucket`
+    accepted_by_context: list[int] = field(default_factory=list)  # draft tokens accepted in them
 
 
 @dataclass(slots=True)

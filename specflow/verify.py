@@ -15,15 +15,16 @@ import torch.nn.functional as F
 from specflow.errors import GraphError
 from specflow.rules import RULE_INFOS, BlockConfig, RejectionConfig, TypicalConfig
 from specflow.sampling import draw_tokens
-from specflow.tree import path_to, scoring_rows, valid_nodes
-from specflow.types import PAD, Verdict
+from specflow.tree import scoring_rows, valid_nodes
+from specflow.verify_rows import chosen, deepest, row_of, verdict_for
+from specflow.verify_tree import Descent, descend_points, descend_samples
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specflow.noise import RoundNoise
     from specflow.sampling import TargetLaw
-    from specflow.types import DraftBlock
+    from specflow.types import DraftBlock, Verdict
 
 __all__ = ["RULES", "BlockRule", "Match", "Rejection", "Rule", "Typical", "block_odds", "residual", "token_odds"]
 
@@ -49,16 +50,17 @@ class Match:
     def verify(self, block: DraftBlock, law: TargetLaw, noise: RoundNoise) -> Verdict:
         said = law.draw(None if law.greedy else noise.rows("target", block.topology))  # [B, M]
         rows = scoring_rows(block.topology, len(said))
-        last = _deepest(block, block.tokens == said.gather(1, rows))
-        return _verdict(block, last, said.gather(1, last.unsqueeze(1)))
+        last = deepest(block, block.tokens == said.gather(1, rows))
+        return verdict_for(block, last, said.gather(1, last.unsqueeze(1)))
 
 
 class Rejection:
-    """Token by token (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
+    """Token by token (Leviathan et al. 2211.17192, Chen et al. 2302.01318); sibling by sibling in trees (2402.14160).
 
     LAW: accept x_i with probability min(1, p_i(x_i) / q_i(x_i)); stop at the first refusal, at row a.
          Recovered token ~ max(p - q, 0) of row a; bonus token ~ p of the row after the last node.
          Accepted and recovered mass of a token: min(p, q) + max(p - q, 0) = p.
+         In a tree the next sibling meets what a refusal left of p, and q without the siblings before it.
     """
 
     name = "rejection"
@@ -71,10 +73,17 @@ class Rejection:
         if law.greedy:
             return Match().verify(block, law, noise)
         p = law.probs()
+        if not block.topology.is_chain:
+            return self._walk(block, p, noise)
         bar, weight = token_odds(block, p)
         stands = noise.nodes("accept", block.num_nodes) * weight <= bar
         accepted = (stands & valid_nodes(block)).long().cumprod(1).sum(1)
-        return _recover(block, p, torch.ones_like(bar), accepted, noise)
+        weights, bonus = residual(block, p, torch.ones_like(bar), accepted)
+        return _recover(block, Descent(accepted, weights, bonus), noise)
+
+    def _walk(self, block: DraftBlock, p: Tensor, noise: RoundNoise) -> Verdict:
+        walk = descend_points if block.law.is_point else descend_samples
+        return _recover(block, walk(block, p, noise.nodes("accept", block.num_nodes)), noise)
 
 
 class BlockRule:
@@ -98,7 +107,8 @@ class BlockRule:
         bar, weight, reach = block_odds(block, p)
         stands = (noise.nodes("accept", block.num_nodes) * weight <= bar) & valid_nodes(block)
         accepted = (block.topology.depth * F.pad(stands, (1, 0))).amax(1)
-        return _recover(block, p, reach, accepted, noise)
+        weights, bonus = residual(block, p, reach, accepted)
+        return _recover(block, Descent(accepted, weights, bonus), noise)
 
 
 class Typical:
@@ -118,11 +128,11 @@ class Typical:
         p = law.probs()
         rows = scoring_rows(block.topology, len(p))
         bar = self.config.delta * torch.special.entr(p).sum(-1).neg().exp()  # [B, M]
-        chosen = _chosen(block, p)
-        likely = chosen > bar.clamp_max(self.config.epsilon).gather(1, rows)
-        last = _deepest(block, likely & valid_nodes(block), chosen.log())
+        found = chosen(block, p)
+        likely = found > bar.clamp_max(self.config.epsilon).gather(1, rows)
+        last = deepest(block, likely & valid_nodes(block), found.log())
         said = law.draw(None if law.greedy else noise.rows("target", block.topology))
-        return _verdict(block, last, said.gather(1, last.unsqueeze(1)))
+        return verdict_for(block, last, said.gather(1, last.unsqueeze(1)))
 
 
 RULES: Mapping[str, Callable[..., Rule]] = {
@@ -143,7 +153,7 @@ def token_odds(block: DraftBlock, p: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         bar, weight.  # [B, N] twice
     """
-    return _chosen(block, p), block.law.prob()
+    return chosen(block, p), block.law.prob()
 
 
 def block_odds(block: DraftBlock, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,7 +169,7 @@ def block_odds(block: DraftBlock, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bar, weight, and P_a of the rows a = 0 .. N - 1.  # [B, N] three times
     """
     q = block.law.prob()
-    ratio = _chosen(block, p) / q.clamp_min(torch.finfo(q.dtype).tiny)
+    ratio = chosen(block, p) / q.clamp_min(torch.finfo(q.dtype).tiny)
     reach = [torch.ones_like(p[:, 0, 0])]
     for each in ratio.unbind(1):
         reach.append((reach[-1] * each).clamp_max(1.0))
@@ -183,7 +193,7 @@ def residual(block: DraftBlock, p: Tensor, reach: Tensor, accepted: Tensor) -> t
     Returns:
         Weights and flag.  # [B, V], [B] bool
     """
-    whole = _row_of(p, accepted)
+    whole = row_of(p, accepted)
     bonus = accepted == valid_nodes(block).sum(1)
     if not block.num_nodes:
         return whole, bonus
@@ -193,67 +203,22 @@ def residual(block: DraftBlock, p: Tensor, reach: Tensor, accepted: Tensor) -> t
     return torch.where((bonus | (over.amax(-1) <= 0)).unsqueeze(1), whole.to(over.dtype), over), bonus
 
 
-def _recover(block: DraftBlock, p: Tensor, reach: Tensor, accepted: Tensor, noise: RoundNoise) -> Verdict:
+def _recover(block: DraftBlock, end: Descent, noise: RoundNoise) -> Verdict:
     """Draw the token after the accepted ones. A bonus token uses the number that plain decoding would use."""
-    weights, bonus = residual(block, p, reach, accepted)
-    bonus_u = noise.rows("target", block.topology).gather(1, accepted.unsqueeze(1)).squeeze(1)
-    u = torch.where(bonus, bonus_u, noise.once("residual"))
-    return _verdict(block, accepted, draw_tokens(weights, u).unsqueeze(1))
-
-
-def _row_of(values: Tensor, row: Tensor) -> Tensor:
-    """One row of each batch row.  # [B, R, V], [B] -> [B, V]"""
-    first = torch.arange(len(row), device=row.device) * values.shape[1]
-    return values.flatten(0, 1).index_select(0, first + row)
-
-
-def _chosen(block: DraftBlock, p: Tensor) -> Tensor:
-    """p of every drafted token, at its parent's row.  # [B, M, V] -> [B, N]"""
-    index = scoring_rows(block.topology, len(p)) * p.shape[-1] + block.tokens.clamp_min(0)
-    return p.flatten(1).gather(1, index)
-
-
-def _deepest(block: DraftBlock, stands: Tensor, score: Tensor | None = None) -> Tensor:
-    """Row that ends the longest path on which every node stands; the anchor's row 0 if none does.
-
-    Args:
-        block: Chain or tree.
-        stands: Verdict about each node alone; false for PAD.  # [B, N] bool
-        score: Decides between paths of one length by its sum; without it the lowest row wins.  # [B, N]
-    """
-    ancestors, depth = block.topology.ancestors, block.topology.depth
-    missed = F.pad(~stands, (1, 0))  # the anchor always stands
-    reached = depth.masked_fill((ancestors & missed.unsqueeze(1)).any(-1), -1)  # [B, M]
-    if score is not None:
-        summed = torch.where(ancestors[:, :, 1:], score.unsqueeze(1), 0.0).sum(-1)
-        return summed.masked_fill(reached < reached.amax(1, keepdim=True), -torch.inf).argmax(1)
-    return reached.argmax(1)
-
-
-def _verdict(block: DraftBlock, last: Tensor, following: Tensor) -> Verdict:
-    """Lay out the path to a row and the token that follows it.
-
-    Args:
-        block: Chain or tree.
-        last: Row that ends the accepted path.  # [B]
-        following: Recovered or bonus token.  # [B, 1]
-    """
-    path = path_to(block.topology, last)
-    accepted = block.topology.depth.expand(len(last), -1).gather(1, last.unsqueeze(1))  # [B, 1]
-    with_anchor = F.pad(block.tokens, (1, 0), value=PAD)  # [B, M]
-    along = with_anchor.gather(1, path.clamp_min(0)).masked_fill(path < 0, PAD)
-    tokens = F.pad(along[:, 1:], (0, 1), value=PAD).scatter(1, accepted, following)
-    return Verdict(tokens, path, accepted.squeeze(1))
+    bonus_u = noise.rows("target", block.topology).gather(1, end.last.unsqueeze(1)).squeeze(1)
+    u = torch.where(end.bonus, bonus_u, noise.once("residual"))
+    return verdict_for(block, end.last, draw_tokens(end.weights, u).unsqueeze(1))
 
 
 def _check_block(block: DraftBlock, name: str, config: RejectionConfig) -> None:
     """Refuse blocks that the rule cannot take, by what the host knows of them."""
-    if not (block.topology.is_chain or RULE_INFOS[name].trees):
+    tree = not block.topology.is_chain
+    if tree and not RULE_INFOS[name].trees:
         raise GraphError(
             f"verify: {name}",
             "the draft is a tree",
             "a chain",
-            "use verify: match, which takes any tree, or a source that drafts a chain",
+            "use verify: match or rejection, which take trees, or a source that drafts a chain",
         )
     if block.law.is_point or not config.lossless:
         return
@@ -263,4 +228,11 @@ def _check_block(block: DraftBlock, name: str, config: RejectionConfig) -> None:
             "a block whose shape depends on its own sampled tokens, which biases the text",
             "a shape that follows from the context or from earlier tokens",
             "use rule match, or lossless: false",
+        )
+    if tree and not block.without_replacement:
+        raise GraphError(
+            f"verify: {name}",
+            "a tree whose siblings were sampled, but not each from what the ones before left, which biases the text",
+            "siblings drawn without replacement, or chosen by rank",
+            "use rule match, or a tree that draws siblings without replacement",
         )

@@ -18,11 +18,14 @@ PACKAGES = ("specflow", "tuner")
 DECLARATIVE = ("recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts", "graph_checks", "draw", "svg")
 """What a user writes and sees: recipes, graphs and their pictures."""
 
+VERIFY = ("verify", "verify_rows", "verify_tree")
+LENGTH = ("length", "length_base", "length_match", "length_confidence", "length_gain")
+
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "allocator"),
     ("types",),
-    ("device", "tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance"),
-    ("target", "draft", "verify", "length", "text", "request", "handover"),
+    ("calibration", "device", "tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance"),
+    ("target", "draft", *VERIFY, *LENGTH, "text", "request", "handover"),
     ("engine", *DECLARATIVE),
     ("build",),
     ("bench",),
@@ -32,10 +35,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 
 FORBIDDEN = {
     "engine": (*DECLARATIVE, "build", "cli"),
-    "draft": ("verify", "length", "engine", "build", "cli"),
-    "target": ("verify", "length", "sampling", "engine", "build", "cli"),
-    "verify": ("target", "draft", "length"),
-    "length": ("target", "draft", "verify"),
+    "draft": (*VERIFY, *LENGTH, "engine", "build", "cli"),
+    "target": (*VERIFY, *LENGTH, "sampling", "engine", "build", "cli"),
+    **dict.fromkeys(VERIFY, ("target", "draft", *LENGTH)),
+    **dict.fromkeys(LENGTH, ("target", "draft", *VERIFY)),
 }
 """Arrows that levels alone do not forbid."""
 

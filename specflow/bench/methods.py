@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from specflow.types import Counts, Generation, Sampling, Timings
 
 if TYPE_CHECKING:
+    from specflow.engine import Engine
     from specflow.target.base import TargetInfo
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Kind",
     "Method",
     "Outcome",
+    "engine_facts",
     "first_divergence",
     "outcome_of",
     "target_facts",
@@ -125,6 +127,11 @@ def target_facts(info: TargetInfo) -> dict[str, str]:
         "dtype": str(info.dtype).removeprefix("torch."),
         "device": str(info.device),
     }
+
+
+def engine_facts(engine: Engine, lossy: bool) -> dict[str, Any]:
+    """The same for an engine: drafts that branch promise less than their target does."""
+    return {**target_facts(engine.target.info), "exactness": engine.exactness, "lossy": lossy}
 
 
 class Method(Protocol):

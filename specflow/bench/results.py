@@ -4,6 +4,7 @@ results.jsonl   one row a measurement, or an error, in the order they happened
 manifest.json   settings and provenance, of every session that wrote to it
 summary.csv     medians, spreads and ratios, by category and overall
 acceptance.csv  acceptance by draft position
+context.csv     acceptance by context length
 """
 
 from __future__ import annotations

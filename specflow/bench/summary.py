@@ -11,15 +11,18 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from specflow.measure import (
+    ContextRate,
     PositionRate,
+    acceptance_by_context,
     acceptance_by_position,
     acceptance_length,
+    cliff,
     draft_acceptance_rate,
     merge_counts,
     pooled,
@@ -27,7 +30,16 @@ from specflow.measure import (
 )
 from specflow.types import Counts
 
-__all__ = ["OVERALL", "SummaryRow", "acceptance_csv", "acceptance_rows", "summarise", "summary_csv"]
+__all__ = [
+    "OVERALL",
+    "SummaryRow",
+    "acceptance_csv",
+    "acceptance_rows",
+    "context_csv",
+    "context_rows",
+    "summarise",
+    "summary_csv",
+]
 
 OVERALL = "overall"
 Row = Mapping[str, Any]
@@ -57,6 +69,7 @@ class SummaryRow:
     ratio_to_peer_speculative: float | None = None
     acceptance_length: float | None = None  # bonus included, over all rounds
     draft_acceptance_rate: float | None = None
+    cliff_after: int | None = None  # draft position after which acceptance all but ends; see `measure.cliff`
     ttft_median_ms: float | None = None
     tpot_median_ms: float | None = None
     itl_median_ms: float | None = None
@@ -111,14 +124,21 @@ def summarise(rows: Iterable[Row], baseline: str) -> list[SummaryRow]:
 
 def acceptance_rows(rows: Iterable[Row]) -> list[tuple[str, str, PositionRate]]:
     """(subset, method, rate) of every draft position."""
+    return [(subset, name, rate) for subset, name, counts in _counts(rows) for rate in acceptance_by_position(counts)]
+
+
+def context_rows(rows: Iterable[Row]) -> list[tuple[str, str, ContextRate]]:
+    """(subset, method, rate) of every range of contexts."""
+    return [(subset, name, rate) for subset, name, counts in _counts(rows) for rate in acceptance_by_context(counts)]
+
+
+def _counts(rows: Iterable[Row]) -> Iterator[tuple[str, str, Counts]]:
+    """Counts of every method on every subset, over first repetitions."""
     rows = [row for row in rows if row.get("counts") and row["repetition"] == 0]
-    found: list[tuple[str, str, PositionRate]] = []
     for subset in _subsets(rows):
         inside = [row for row in rows if subset in (OVERALL, row["category"])]
         for name in dict.fromkeys(row["method"] for row in inside):
-            counts = merge_counts(Counts(**row["counts"]) for row in inside if row["method"] == name)
-            found.extend((subset, name, rate) for rate in acceptance_by_position(counts))
-    return found
+            yield subset, name, merge_counts(Counts(**row["counts"]) for row in inside if row["method"] == name)
 
 
 def summary_csv(summary: Sequence[SummaryRow]) -> str:
@@ -131,6 +151,13 @@ def acceptance_csv(rates: Sequence[tuple[str, str, PositionRate]]) -> str:
     """Acceptance by position as CSV; a rate that was not observed says so."""
     columns = [item.name for item in dataclasses.fields(PositionRate)]
     lines = ([subset, name, *(_observed(getattr(rate, column)) for column in columns)] for subset, name, rate in rates)
+    return _csv(["subset", "strategy", *columns], lines)
+
+
+def context_csv(rates: Sequence[tuple[str, str, ContextRate]]) -> str:
+    """Acceptance by context length as CSV."""
+    columns = [item.name for item in dataclasses.fields(ContextRate)]
+    lines = ([subset, name, *(getattr(rate, column) for column in columns)] for subset, name, rate in rates)
     return _csv(["subset", "strategy", *columns], lines)
 
 
@@ -198,6 +225,7 @@ def _add_acceptance(result: SummaryRow, rows: Sequence[Row]) -> None:
         counts = merge_counts(Counts(**row["counts"]) for row in counted)
         result.acceptance_length = acceptance_length(counts)
         result.draft_acceptance_rate = draft_acceptance_rate(counts)
+        result.cliff_after = cliff(counts)
         return
     passes = [row for row in rows if row["decoding_steps"]]
     result.acceptance_length = pooled(

@@ -67,7 +67,13 @@ def _caption(summary: Sequence[SummaryRow], baseline: str) -> str:
         *(["vs plain, vs best: to a peer's plain and best speculative (*) setting."] if peers else []),
         "More figures are in summary.csv.",
     ]
-    return "\n".join([*targets, " ".join(meaning)])  # wrapped to the width of the table
+    cliffs = [
+        f"{label(row.strategy, row.lossy)} on {row.subset}: acceptance falls off a cliff after position"
+        f" {row.cliff_after}; check its block width, window and positions."
+        for row in summary
+        if row.cliff_after is not None
+    ]
+    return "\n".join([*targets, " ".join(meaning), *cliffs])  # wrapped to the width of the table
 
 
 def _columns(peers: bool, failures: bool) -> list[str]:

@@ -65,7 +65,8 @@ def bench(
 ) -> None:
     """Measure recipes and peers, interleaved prompt by prompt, against plain decoding.
 
-    Writes results.jsonl (one row a measurement, as they come), summary.csv, acceptance.csv and manifest.json.
+    Writes results.jsonl (one row a measurement, as they come), summary.csv, acceptance.csv,
+    context.csv and manifest.json.
     Exit code 1 if anything failed (the rest is measured), 130 if interrupted (what was measured is kept).
     """
     from specflow.bench import Plan, load_prompts
@@ -201,15 +202,15 @@ def _settings(job: _Job, target: LoadedTarget) -> dict[str, Any]:
 
 def _methods(job: _Job, target: LoadedTarget) -> list[Method]:
     from specflow.bench import EngineMethod
-    from specflow.bench.methods import target_facts
+    from specflow.bench.methods import engine_facts
     from specflow.bench.peers import PeerTarget, load_peers
     from specflow.build import build_engine
     from specflow.target.load import resolve_model
 
     methods: list[Method] = []
     for name, recipe in job.recipes.items():
-        facts = {**target_facts(target.target.info), "lossy": recipe.verify.lossy}
-        methods.append(EngineMethod(name, build_engine(recipe, target), recipe.sampling, facts))
+        engine = build_engine(recipe, target)
+        methods.append(EngineMethod(name, engine, recipe.sampling, engine_facts(engine, recipe.verify.lossy)))
     if job.peers:
         info, section = target.target.info, job.first.target
         directory = resolve_model(section.model, section.revision).directory
@@ -223,13 +224,14 @@ def _report(store: RunDirectory, baseline: str, as_json: bool) -> None:
     from rich.console import Console
 
     from specflow.bench import acceptance_rows, summarise
-    from specflow.bench.summary import acceptance_csv, summary_csv
+    from specflow.bench.summary import acceptance_csv, context_csv, context_rows, summary_csv
     from specflow.bench.table import summary_table
 
     summary, rates = summarise(store.rows, baseline), acceptance_rows(store.rows)
     failures = [row for row in store.rows if "error" in row]
     store.write_text("summary.csv", summary_csv(summary))
     store.write_text("acceptance.csv", acceptance_csv(rates))
+    store.write_text("context.csv", context_csv(context_rows(store.rows)))
     for row in failures:
         what = " ".join(str(row[name]) for name in ("method", "repetition") if name in row)
         typer.echo(f"failed: {row['file']}:{row['line']} {what}: {row['error']}", err=True)

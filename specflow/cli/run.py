@@ -93,9 +93,9 @@ def run(
 
 
 def _facts(engine: Engine, recipe: Recipe) -> dict[str, Any]:
-    from specflow.bench.methods import target_facts
+    from specflow.bench.methods import engine_facts
 
-    return {**target_facts(engine.target.info), "lossy": recipe.verify.lossy}
+    return engine_facts(engine, recipe.verify.lossy)
 
 
 def _prompts(prompt: str | None, data: Path | None, raw: bool) -> list[_Prompt]:

@@ -26,6 +26,7 @@ class Dependency:
     name: str
     summary: str
     reads: Reads  # what the source must offer
+    corrects: bool = False  # has a part that corrects each position by the one before
 
 
 DEPENDENCIES: Mapping[str, Dependency] = {
@@ -34,6 +35,6 @@ DEPENDENCIES: Mapping[str, Dependency] = {
         Dependency("copy", "positions are copied from earlier text", "tokens"),
         Dependency("ar", "each position follows from the ones before", "logits"),
         Dependency("parallel", "all positions at once, blind to each other", "marginals"),
-        Dependency("parallel+corrector", "all at once, then each corrected by the one before", "marginals"),
+        Dependency("parallel+corrector", "all at once, then each corrected by the one before", "marginals", True),
     )
 }

@@ -48,6 +48,27 @@ class Chooser:
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
+    @property
+    def rows(self) -> Sequence[Sampling]:
+        """How each row samples.  # [B]"""
+        return self._rows
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn: every choice follows from its prefix."""
+        return self.draw == "greedy" or all(map(is_greedy, self._rows))
+
+    def law(self, tokens: Tensor, probs: Tensor | None) -> Law:
+        """What tokens were chosen from.
+
+        Args:
+            tokens: PAD where a row has none.  # [B, N]
+            probs: What each was drawn from; None where none was.  # [B, N, Vd]
+        """
+        if probs is None or self.draw == "coupled":
+            return PointMass(tokens, self.vocab_size)  # of coupled draws no rule may ask the law
+        return Dense(tokens, probs) if self.vocabulary is None else Reduced(tokens, probs, self.vocabulary)
+
     def open(self, starts: Sequence[int], depth: int, uniforms: Uniforms, device: torch.device) -> Choices:
         """Begin a chain.
 
@@ -57,9 +78,8 @@ class Chooser:
             uniforms: The round's numbers.
             device: Where logits live.
         """
-        greedy = self.draw == "greedy" or all(map(is_greedy, self._rows))
         numbers = None
-        if not greedy:
+        if not self.greedy:
             stream = _STREAMS[self.draw]
             table = [
                 [uniforms.uniform(stream, row, start + 1 + step) for step in range(depth)]
@@ -115,8 +135,5 @@ class Choices:
         Args:
             tokens: The chain, PAD where a row has none.  # [B, N]
         """
-        vocab_size, vocabulary = self._chooser.vocab_size, self._chooser.vocabulary
-        if self._numbers is None or self._chooser.draw == "coupled":
-            return PointMass(tokens, vocab_size)  # of coupled draws no rule may ask the law
-        probs = torch.stack(self._probs[: tokens.shape[1]], dim=1)
-        return Dense(tokens, probs) if vocabulary is None else Reduced(tokens, probs, vocabulary)
+        probs = None if self._numbers is None else torch.stack(self._probs[: tokens.shape[1]], dim=1)
+        return self._chooser.law(tokens, probs)

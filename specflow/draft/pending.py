@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from specflow.types import Features, Observation
 
-__all__ = ["Pending", "PendingRows"]
+__all__ = ["TOGETHER", "Pending", "PendingRows"]
 
 TOGETHER = 32
 """Rows with more positions than this (prompts) run on their own; fewer are padded to each other."""

@@ -21,9 +21,12 @@ from specflow.errors import RecipeError
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
 
-__all__ = ["ENTRY_POINTS", "SourceInfo", "SourceRegistry", "discover"]
+__all__ = ["ENTRY_POINTS", "Axis", "SourceInfo", "SourceRegistry", "discover"]
 
 ENTRY_POINTS = "specflow.sources"
+
+Axis = Literal["history", "small_model", "skipped_layers", "target_features"]
+"""Where a draft gets its information: earlier text, another model, part of the target, or its hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class SourceInfo:
         config: Model of its options; they stand beside `draft.k` in a recipe.
         dependency: Dependencies it works with; the first is the default.
         build: Makes the drafter from its options and what is loaded. Heavy imports belong inside it.
+        axis: Where the draft gets its information.
         offers: What a dependency may read from it: "tokens" (a continuation to copy), "logits" (of the next position,
             one step at a time), "marginals" (of all positions of the block at once), "match_lengths" (how much text a
             continuation rests on).
@@ -51,6 +55,7 @@ class SourceInfo:
     config: type[BaseModel]
     dependency: tuple[str, ...]
     build: Callable[[Any, SourceContext], Drafter]
+    axis: Axis = "target_features"
     offers: tuple[str, ...] = ("tokens",)
     law: Literal["point", "sampled", "unknown"] = "point"
     reads: tuple[Literal["tokens", "features"], ...] = ("tokens",)

@@ -120,7 +120,10 @@ class Target(Protocol):
         """
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embedding as the first layer takes it; PAD gives any row.  # [B, R] -> [B, R, H]"""
+        """Embedding as the first layer takes it, less what learnt positions add; PAD gives any row.
+
+        # [B, R] -> [B, R, H]
+        """
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The final norm.  # [B, R, H] -> [B, R, H]"""

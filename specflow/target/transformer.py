@@ -13,7 +13,7 @@ from specflow.draft.nn.attention import KEY_STEP, KeyRooms, plan_attention
 from specflow.draft.nn.block import Pass
 from specflow.draft.nn.linear import Linear, is_row_invariant
 from specflow.draft.nn.rope import RotaryTable
-from specflow.draft.nn.weights import BlockForm, WeightReader
+from specflow.draft.nn.weights import BlockForm, SeededTensors, WeightReader
 from specflow.errors import ModelError
 from specflow.target.architecture import Architecture
 from specflow.target.base import Cache, TargetInfo, TargetOptions
@@ -41,7 +41,9 @@ class NativeTarget:
     Rows of all requests are flattened to [B * M, H] between attentions. On CPUs weights are packed for oneDNN.
     """
 
-    def __init__(self, config: PretrainedConfig, tensors: Mapping[str, Tensor], options: TargetOptions) -> None:
+    def __init__(
+        self, config: PretrainedConfig, tensors: Mapping[str, Tensor] | SeededTensors, options: TargetOptions
+    ) -> None:
         """Take the weights over, one tensor at a time: a lazy mapping keeps memory at one copy of them.
 
         Raises:

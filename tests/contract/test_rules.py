@@ -48,7 +48,8 @@ def sampled_block(seed: int, lengths: Sequence[int] = LENGTHS, topology: Topolog
     q = torch.randn(*shape, VOCAB, generator=draws, dtype=torch.float64).mul(2).softmax(-1)
     tokens = draw_tokens(q, torch.rand(shape, generator=draws, dtype=torch.float64))
     tokens = tokens.masked_fill(torch.arange(NODES) >= torch.tensor(lengths).unsqueeze(1), PAD)
-    return DraftBlock(tokens, tuple(lengths), topology or chain(NODES, CPU), Dense(tokens, q))
+    shape = topology or chain(NODES, CPU)
+    return DraftBlock(tokens, tuple(lengths), shape, Dense(tokens, q), without_replacement=not shape.is_chain)
 
 
 def noise_for(rows: Sequence[int] = range(BATCH), round_: int = 0) -> RoundNoise:
@@ -94,20 +95,17 @@ def test_every_rule_of_recipes_exists_and_takes_its_options() -> None:
         assert RULES[name](**info.config().model_dump()).name == name
 
 
-def doubted(block: DraftBlock, **facts: Any) -> DraftBlock:
-    return replace(block, confidence=torch.ones(block.tokens.shape), **facts)
-
-
 @rules
 def test_a_block_shaped_by_its_own_sampled_tokens_is_refused_or_does_no_harm(rule: Rule) -> None:
-    block, even = sampled_block(0), sampled_block(0, lengths=[NODES] * BATCH)
+    """What a confidence depends on is no matter; what the length depends on is."""
+    block = sampled_block(0)
     law = law_of(logits_for(0), Sampling(temperature=1.0), block)
     copied = replace(block, law=PointMass(block.tokens, VOCAB))
-    fine = [doubted(block), doubted(block, confidence_from="prefix"), doubted(even, confidence_from="self")]
-    fine.append(replace(copied, structure_from="sampled"))
-    for harmless in (*fine, doubted(copied, confidence_from="self")):
+    sure = replace(block, confidence=torch.ones(block.tokens.shape), confidence_from="self")
+    for harmless in (sure, replace(block, lengths_from="prefix"), replace(copied, structure_from="sampled")):
         rule.verify(harmless, law, noise_for())
-    for harmful in (doubted(block, confidence_from="self"), replace(block, structure_from="sampled")):
+    rule.verify(replace(copied, lengths_from="self"), law, noise_for())
+    for harmful in (replace(block, lengths_from="self"), replace(block, structure_from="sampled")):
         if RULE_INFOS[rule.name].needs_law:
             with pytest.raises(GraphError, match="its own sampled tokens"):
                 rule.verify(harmful, law, noise_for())
@@ -125,6 +123,75 @@ def test_trees_are_taken_or_refused_with_the_reason(rule: Rule) -> None:
     else:
         with pytest.raises(GraphError, match="tree"):
             rule.verify(block, law, noise_for())
+
+
+@rules
+def test_sampled_siblings_must_be_drawn_as_the_rule_needs_them(rule: Rule) -> None:
+    block = replace(sampled_block(0, topology=from_parents(TREE)), without_replacement=False)
+    law = law_of(logits_for(0), Sampling(temperature=1.0), block)
+    info = RULE_INFOS[rule.name]
+    if info.without_replacement:
+        with pytest.raises(GraphError, match="siblings were sampled"):
+            rule.verify(block, law, noise_for())
+        RULES[rule.name](lossless=False).verify(block, law, noise_for())
+        rule.verify(replace(block, law=PointMass(block.tokens, VOCAB)), law, noise_for())
+    elif info.trees:
+        rule.verify(block, law, noise_for())
+
+
+tree_rules = pytest.mark.parametrize(
+    "rule", [pytest.param(make(), id=name) for name, make in RULES.items() if RULE_INFOS[name].trees]
+)
+
+
+@tree_rules
+@pytest.mark.parametrize("point", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_chain_called_a_tree_has_the_verdict_of_the_chain(rule: Rule, point: bool, temperature: float) -> None:
+    accepted = 0
+    for seed in range(20):
+        block, logits = sampled_block(seed), logits_for(seed + 50)
+        if point:
+            block = replace(block, law=PointMass(block.tokens, VOCAB))
+        law, noise = law_of(logits, Sampling(temperature=temperature), block), noise_for(round_=seed)
+        one_wide = from_parents(torch.arange(NODES).unsqueeze(0) - 1)
+        tree = replace(block, topology=one_wide, without_replacement=True)
+        found, expected = rule.verify(tree, law, noise), rule.verify(block, law, noise)
+        assert found.tokens.equal(expected.tokens)
+        assert found.path.equal(expected.path)
+        accepted += int(found.accepted.sum())
+    assert accepted > 0
+
+
+@tree_rules
+@pytest.mark.parametrize("point", [True, False])
+@pytest.mark.parametrize("parents", [[], [-1], [-1] * NODES, [-1, 0, 0, 0], [-1, 0, -1, 2]])
+def test_degenerate_trees(rule: Rule, point: bool, parents: list[int]) -> None:
+    """Nothing, one node, depth 1, one child with all the rest, twins; ragged, with rows that have nothing at all."""
+    draws = torch.Generator().manual_seed(1)
+    for seed in range(10):
+        q = torch.randn(BATCH, len(parents), VOCAB, generator=draws, dtype=torch.float64).softmax(-1)
+        tokens = torch.randint(VOCAB, q.shape[:2], generator=draws)
+        reach = torch.tensor(LENGTHS).clamp_max(len(parents))
+        tokens = tokens.masked_fill(torch.arange(len(parents)) >= reach.unsqueeze(1), PAD)
+        law = PointMass(tokens, VOCAB) if point else Dense(tokens, q)
+        topology = from_parents(torch.tensor([parents], dtype=torch.int64))
+        block = DraftBlock(tokens, tuple(reach.tolist()), topology, law, without_replacement=True)
+        target = law_of(logits_for(seed, rows=len(parents) + 1), Sampling(temperature=1.0), block)
+        check_layout(rule.verify(block, target, noise_for(round_=seed)), block)
+
+
+@tree_rules
+def test_nothing_below_a_node_that_is_not_there_is_accepted(rule: Rule) -> None:
+    """Row 0 lacks the first child of the anchor, whose child the target would have said."""
+    tokens = torch.tensor([[PAD, 4, 5], [3, 4, 5]])
+    logits = torch.full((2, 4, VOCAB), -30.0, dtype=torch.float64)
+    for row, said in ((0, 3), (1, 4), (2, 0), (3, 1)):
+        logits[:, row, said] = 0.0
+    block = DraftBlock(tokens, (2, 3), from_parents(torch.tensor([[-1, 0, -1]])), PointMass(tokens, VOCAB))
+    for temperature in (0.0, 1.0):
+        law = law_of(logits, Sampling(temperature=temperature), block)
+        assert rule.verify(block, law, noise_for([0, 1])).accepted.tolist() == [0, 2]
 
 
 @rules
@@ -169,6 +236,31 @@ def test_at_temperature_zero_lossless_rules_are_the_match_rule(rule: Rule) -> No
         if not RULE_INFOS[rule.name].lossy:
             assert verdict.tokens.equal(expected.tokens)
         accepted += int(verdict.accepted.sum())
+    assert accepted > 0
+
+
+@tree_rules
+@pytest.mark.parametrize("point", [True, False])
+def test_at_temperature_zero_lossless_rules_are_the_match_rule_on_trees(rule: Rule, point: bool) -> None:
+    """Also where a neighbour samples, so that the rule weighs laws that are one-hot. Twins may end a walk early."""
+    accepted = 0
+    for seed in range(30):
+        logits = logits_for(seed)
+        block = sampled_block(seed, topology=from_parents(TREE))
+        parents = block.topology.parents
+        rank = (parents.unsqueeze(2) == parents.unsqueeze(1)).tril(-1).sum(2)
+        wrong = torch.randint(-2, 1, parents.shape[:1], generator=torch.Generator().manual_seed(seed)).unsqueeze(1)
+        said = logits.argmax(-1).gather(1, parents + 1) + rank + wrong  # no siblings alike, at most one right
+        tokens = torch.where(block.tokens >= 0, said % VOCAB, PAD)
+        q = Dense(tokens, block.law.probs)  # type: ignore[attr-defined]
+        block = replace(block, tokens=tokens, law=PointMass(tokens, VOCAB) if point else q)
+        expected = Match().verify(block, TargetLaw(logits, logits, [True] * BATCH), noise_for())
+        for greedy in ([True] * BATCH, [True, True, False, True, True, True]):
+            verdict = rule.verify(block, TargetLaw(logits, logits, greedy), noise_for())
+            rows = torch.tensor(greedy)
+            if not RULE_INFOS[rule.name].lossy:
+                assert verdict.tokens[rows].equal(expected.tokens[rows])
+        accepted += int(expected.accepted.sum())
     assert accepted > 0
 
 
@@ -244,3 +336,16 @@ def test_a_round_asks_the_device_nothing(rule: Rule, sampling: Sampling) -> None
         law.logprob(verdict.tokens, verdict.path)
     with NoQuestions(), pytest.raises(AssertionError, match="waits"):
         verdict.accepted[0].item()
+
+
+@tree_rules
+@pytest.mark.parametrize("point", [True, False])
+def test_a_tree_asks_an_accelerator_nothing(rule: Rule, point: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specflow.verify_tree.asking_is_free", lambda device: False)
+    block, logits, noise = sampled_block(0, topology=from_parents(TREE, max_siblings=4)), logits_for(0), noise_for()
+    block = replace(block, law=PointMass(block.tokens, VOCAB)) if point else block
+    law = law_of(logits, Sampling(temperature=1.0), block)
+    with NoQuestions():
+        asked = rule.verify(block, law, noise)
+    monkeypatch.undo()
+    assert rule.verify(block, law, noise).tokens.equal(asked.tokens)

@@ -17,8 +17,8 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PHRASE = [5, 9, 33, 17, 40, 41]
 PROMPTS = [PHRASE * 3, [7], [*PHRASE, 3, *PHRASE, 4, 5, 9], [11] * 20]
 TARGET = LoadedTarget(tiny_target(), NumberText())  # type: ignore[arg-type]
-GREEDY = Sampling(max_new_tokens=40, ignore_eos=True, seed=3)
-WARM = Sampling(max_new_tokens=40, ignore_eos=True, seed=3, temperature=0.8, logit_bias={9: 50.0, 33: 50.0})
+GREEDY = Sampling(max_new_tokens=24, ignore_eos=True, seed=3)
+WARM = Sampling(max_new_tokens=24, ignore_eos=True, seed=3, temperature=0.8, logit_bias={9: 50.0, 33: 50.0})
 
 
 def decode(recipe: Path, settings: list[str], sampling: Sampling) -> list[Generation]:

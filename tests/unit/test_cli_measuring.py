@@ -54,6 +54,7 @@ class Engine:
         )
     )
     context_length = 8
+    exactness = "tie-exact"
     interrupt_at: int | None = None
     calls = 0
     wrong_draft = False  # drafting ends every text with another token
@@ -221,6 +222,7 @@ def test_bench_adds_plain_decoding_keeps_failures_and_writes_all_files(here: Pat
         "results.jsonl",
         "summary.csv",
         "acceptance.csv",
+        "context.csv",
         "manifest.json",
     }
     manifest = json.loads((here / "out" / "manifest.json").read_text(encoding="utf-8"))

@@ -135,3 +135,38 @@ def test_pooled_figures_weigh_by_size_and_are_unobserved_without_a_denominator()
 def test_quantiles_lie_between_order_statistics() -> None:
     assert measure.quantile([3.0, 1.0, 2.0], 0.95) == pytest.approx(2.9)
     assert measure.quantile([], 0.5) is None
+
+
+def test_context_ranges_double_from_512() -> None:
+    assert [measure.context_bucket(length) for length in (0, 511, 512, 1023, 1024, 2047, 2048)] == [0, 0, 1, 1, 2, 2, 3]
+
+
+def test_acceptance_by_context_tells_ranges_apart_and_leaves_out_empty_ones() -> None:
+    counts = Counts(rounds_by_context=[4, 0, 2], accepted_by_context=[8, 0, 1])
+    assert measure.acceptance_by_context(counts) == [
+        measure.ContextRate(0, 512, 4, 3.0),
+        measure.ContextRate(1024, 2048, 2, 1.5),
+    ]
+    both = measure.merge_counts([counts, Counts(rounds_by_context=[1], accepted_by_context=[1])])
+    assert both.rounds_by_context == [5, 0, 2]
+
+
+def positions(*accepted: int, reached: int = 100) -> Counts:
+    """Counts of a chain whose positions were accepted this often."""
+    ladder = [reached, *accepted[:-1]]
+    return Counts(
+        num_rounds=reached,
+        num_spec_steps=reached,
+        num_draft_tokens=sum(ladder),
+        num_accepted_draft_tokens=sum(accepted),
+        drafted_at=[reached] * len(accepted),
+        reached_at=ladder,
+        accepted_at=list(accepted),
+    )
+
+
+def test_a_cliff_is_a_sudden_end_that_was_seen_often_enough() -> None:
+    assert measure.cliff(positions(80, 60, 45, 0, 0)) == 3
+    assert measure.cliff(positions(80, 60, 45, 30, 20)) is None
+    assert measure.cliff(positions(80, 15, 0)) is None  # the third position was reached 15 times
+    assert measure.cliff(positions(2, 0)) is None  # nothing held before

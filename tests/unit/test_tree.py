@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specflow.law import PointMass
-from specflow.tree import chain, from_parents, path_to, scoring_rows, valid_nodes
+from specflow.tree import chain, from_parents, from_paths, path_to, scoring_rows, valid_nodes
 from specflow.types import PAD, DraftBlock
 
 CPU = torch.device("cpu")
@@ -58,6 +58,31 @@ def test_a_known_depth_narrows_paths() -> None:
     assert topology.depth.equal(from_parents(parents).depth)
     assert path_to(topology, torch.tensor([6])).tolist() == [[0, 1, 4, 6]]
     assert path_to(topology, torch.tensor([2])).tolist() == [[0, 2, PAD, PAD]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_paths_and_parents_say_the_same(seed: int) -> None:
+    draws = random.Random(seed)
+    paths: list[tuple[int, ...]] = []
+    while len(paths) < 20:
+        path = (*draws.choice([(), *paths]), draws.randrange(4))
+        if path not in paths:
+            paths.append(path)
+    topology = from_paths(paths, CPU)
+    assert topology.depth[0, 1:].tolist() == [len(path) for path in paths]
+    assert topology.max_depth == max(map(len, paths))
+    for row, path in enumerate(paths, start=1):
+        above = [node + 1 for node, other in enumerate(paths) if path[: len(other)] == other]
+        assert topology.ancestors[0, row].nonzero().flatten().tolist() == sorted([0, *above])
+    parents = topology.parents[0].tolist()
+    assert topology.max_siblings == max(parents.count(parent) for parent in parents)
+
+
+def test_no_paths_are_the_empty_tree() -> None:
+    topology = from_paths([], CPU)
+    assert topology.parents.shape == (1, 0)
+    assert topology.max_depth == 0
+    assert topology.depth.tolist() == [[0]]
 
 
 def test_one_topology_serves_rows_that_end_in_different_places() -> None:

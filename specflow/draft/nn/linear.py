@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MAX_INVARIANT_ROWS", "Linear", "is_row_invariant", "pack_refusal", "packed_status"]
+__all__ = ["MAX_INVARIANT_ROWS", "Linear", "is_row_invariant", "over_rows", "pack_refusal", "packed_status"]
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,12 @@ class Linear(nn.Linear):
         if self._packed is None and self.weight.device.type == "cpu" and not pack_refusal(self.weight.dtype):
             self._packed = _reorder(self.weight.data)
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+
+def over_rows(linear: Linear, rows: Tensor) -> Tensor:
+    """A linear layer over any leading dimensions: packed weights take flat rows.  # [..., in] -> [..., out]"""
+    flat: Tensor = linear(rows.reshape(-1, linear.in_features))
+    return flat.view(*rows.shape[:-1], linear.out_features)
 
 
 def is_row_invariant(linears: Iterable[Linear]) -> bool:

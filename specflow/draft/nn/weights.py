@@ -60,6 +60,7 @@ class WeightReader:
     def __init__(
         self, tensors: Mapping[str, Tensor] | SeededTensors, where: str, like: Tensor, packed: bool = True
     ) -> None:
+        self.where, self.is_random = where, isinstance(tensors, SeededTensors)
         self._tensors, self._where, self._like, self._packed = tensors, where, like, packed
         self._left = set() if isinstance(tensors, SeededTensors) else set(tensors)
 

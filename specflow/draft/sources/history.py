@@ -224,6 +224,7 @@ SOURCE = SourceInfo(
     config=HistoryConfig,
     dependency=("copy",),
     build=build,
+    axis="history",
     offers=("tokens", "match_lengths"),
     remembers="share",
     methods={"ngram": {"index": "ngram"}, "suffix": {"index": "suffix"}},

@@ -1,0 +1,158 @@
+"""Opens a drafter's directory: model.safetensors with its tensors, config.json with the source's own options."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from pydantic import BaseModel, ValidationError
+
+from specflow.draft.nn.weights import SeededTensors, WeightReader
+from specflow.errors import CheckpointError
+from specflow.law import DraftVocabulary
+from specflow.target.load import read_tensors
+
+if TYPE_CHECKING:
+    from specflow.target.base import Target
+
+__all__ = ["draft_vocabulary", "open_weights", "read_options"]
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=BaseModel)
+
+_OF_THE_RECIPE = ("weights", "seed")
+"""Options that say where weights come from: a checkpoint cannot set them."""
+
+
+def open_weights(weights: str | None, seed: int, target: Target, offset_norms: bool = False) -> WeightReader:
+    """A reader of a drafter's tensors, in the dtype and on the device of the target.
+
+    Args:
+        weights: Directory with model.safetensors; None makes random tensors.
+        seed: Of the random ones.
+        target: The model the drafter is for.
+        offset_norms: The checkpoint holds the gains of norms less 1.
+
+    Raises:
+        CheckpointError: There is no such directory, or it holds no whole weight file.
+    """
+    like = torch.empty(0, dtype=target.info.dtype, device=target.info.device)
+    if weights is None:
+        log.warning("no `weights`: the drafter is random; it proves plumbing only and accepts nothing")
+        return WeightReader(SeededTensors(seed), f"random weights, seed {seed}", like)
+    tensors = read_tensors(_directory(weights))
+    return WeightReader(_WholeNorms(tensors) if offset_norms else tensors, weights, like)
+
+
+class _WholeNorms(Mapping[str, torch.Tensor]):
+    """Tensors of a checkpoint with 1 added to the gains of norms."""
+
+    def __init__(self, stored: Mapping[str, torch.Tensor]) -> None:
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._stored[name]
+        return tensor.float() + 1.0 if tensor.ndim == 1 and "norm" in name else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def read_options(config: M, weights: str | None) -> M:
+    """Options with what the checkpoint says of itself filled in.
+
+    A key of config.json serves where the recipe did not set it. Said twice it must be said alike: a network with
+    another shape than its training had drafts nonsense without a word.
+
+    Args:
+        config: What the recipe set.
+        weights: The checkpoint's directory; None changes nothing.
+
+    Raises:
+        CheckpointError: config.json cannot be read, has a key that is no option, or contradicts the recipe.
+    """
+    if weights is None or not (_directory(weights) / "config.json").is_file():
+        return config
+    path = _directory(weights) / "config.json"
+    found = _read_json(path)
+    known = [name for name in type(config).model_fields if name not in _OF_THE_RECIPE]
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise CheckpointError(str(path), f"unknown key {unknown[0]!r}", f"options of the source: {', '.join(known)}")
+    explicit = {name: getattr(config, name) for name in config.model_fields_set}
+    ours, theirs = _validated(config, {**found, **explicit}, path), _validated(config, {**explicit, **found}, path)
+    for name in sorted(set(found) & set(explicit)):
+        mine, its = getattr(ours, name), getattr(theirs, name)
+        if mine != its:
+            hint = f"leave draft.{name} out of the recipe: the checkpoint knows it"
+            raise CheckpointError(str(path), f"{name} is {its!r}, and {mine!r} in the recipe", "one value", hint)
+    return ours
+
+
+def draft_vocabulary(reader: WeightReader, vocab_size: int | None, target: Target) -> DraftVocabulary | None:
+    """What the draft's ids mean, from tensor `d2t`: target id = draft id + offset.
+
+    Args:
+        reader: The drafter's tensors. Random ones get ids spread evenly over the target's vocabulary.
+        vocab_size: Rows of the draft's head; None where it has the target's vocabulary.  # Vd
+        target: The model the drafter is for.
+
+    Returns:
+        None where the ids are the target's: there is no `d2t`, and vocab_size is none or the target's.
+
+    Raises:
+        CheckpointError: An id is outside the target's vocabulary or there twice, or `d2t` and vocab_size disagree.
+    """
+    full, device = target.info.vocab_size, target.info.device
+    if vocab_size is None and reader.has("d2t"):
+        hint = "set the size of the draft vocabulary in config.json or the recipe"
+        raise CheckpointError(reader.where, "a reduced vocabulary (d2t), whose size is not set", "its size", hint)
+    reader.skip("t2d")  # the inverse map; it follows from d2t
+    if vocab_size is None or (vocab_size == full and not reader.has("d2t")):
+        return None
+    if vocab_size > full:
+        raise CheckpointError(reader.where, f"a draft vocabulary of {vocab_size}", f"at most the target's {full}")
+    ids = torch.arange(vocab_size, device=device)
+    if reader.is_random:
+        return DraftVocabulary(ids * full // vocab_size, full)
+    ids = ids + reader.take("d2t", (vocab_size,))
+    if ids.is_floating_point() or not 0 <= int(ids.min()) <= int(ids.max()) < full:
+        found = f"d2t leads to ids from {ids.min().item()} to {ids.max().item()}"
+        raise CheckpointError(reader.where, found, f"whole numbers from 0 to {full - 1}", "d2t holds offsets, not ids")
+    if int(ids.bincount().max()) > 1:
+        raise CheckpointError(reader.where, "d2t gives two draft ids the same target id", "no repeats")
+    return DraftVocabulary(ids, full)
+
+
+def _directory(weights: str) -> Path:
+    path = Path(weights).expanduser()
+    if not path.is_dir():
+        raise CheckpointError(f"draft.weights: {weights}", "no such directory", "a directory with model.safetensors")
+    return path
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(path), f"cannot be read ({error})", "a JSON object") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(str(path), f"a {type(value).__name__}", "a JSON object")
+    return value
+
+
+def _validated(config: M, values: Mapping[str, Any], path: Path) -> M:
+    try:
+        return type(config).model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "its options"
+        raise CheckpointError(str(path), f"{key}: {first['msg']}", "options the source knows") from error

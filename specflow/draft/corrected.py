@@ -1,0 +1,135 @@
+"""Options and assembly of correctors and confidence heads, the same for every source. No torch at module level.
+
+A source mixes the options into its config and hands its network to `assemble`; "Medusa heads, Markov corrector,
+confidence head" is then a matter of three lines of YAML.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from specflow.errors import GraphError
+
+if TYPE_CHECKING:
+    from specflow.draft.base import SourceContext
+    from specflow.draft.chain import ConfidenceHead
+    from specflow.draft.nn.corrector import TableCorrector
+    from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.parallel import MarginalModel
+    from specflow.draft.steps import StepModel
+
+__all__ = ["ConfidenceOptions", "CorrectorOptions", "assemble", "confidence_of"]
+
+CORRECTED = "parallel+corrector"
+"""The dependency that has a corrector."""
+
+
+class ConfidenceOptions(BaseModel):
+    """A confidence head over any network."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    confidence_head: bool = Field(False, description="says, before a token is chosen, how likely it is to stand")
+    confidence_bias: bool = Field(True, description="the confidence head adds a bias")
+    temperatures: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(
+        (), description="calibration: divisor of the head's log-odds at each draft position; none are 1"
+    )
+
+    @model_validator(mode="after")
+    def _something_to_calibrate(self) -> ConfidenceOptions:
+        if self.temperatures and not self.confidence_head:
+            raise ValueError("temperatures calibrate a confidence head; there is none: set confidence_head: true")
+        return self
+
+
+class CorrectorOptions(ConfidenceOptions):
+    """A corrector and a confidence head over a network that fills all positions at once."""
+
+    corrector: Literal["markov", "gated", "rnn"] | None = Field(
+        None, description="makes each position follow the token before it; goes with dependency parallel+corrector"
+    )
+    corrector_rank: int = Field(256, ge=1, description="width of the corrector's table of tokens")
+    confidence_tokens: bool | None = Field(
+        None, description="the confidence head reads the corrector's row of the token before; null: where there is one"
+    )
+
+    @model_validator(mode="after")
+    def _rows_to_read(self) -> CorrectorOptions:
+        if self.confidence_tokens and self.corrector is None:
+            raise ValueError("confidence_tokens reads the corrector's table; there is none: set corrector")
+        return self
+
+
+def assemble(
+    network: MarginalModel, options: CorrectorOptions, reader: WeightReader, context: SourceContext
+) -> tuple[StepModel, ConfidenceHead | None]:
+    """Steps over a network's marginals, corrected where the options say so, and the confidence head.
+
+    Args:
+        network: Its hidden rows are as wide as the target's.
+        options: Of the source.
+        reader: The drafter's tensors.
+        context: Names the dependency.
+
+    Raises:
+        GraphError: Corrector and dependency disagree, or there are too few temperatures.
+        CheckpointError: A tensor is missing or has another shape.
+    """
+    from specflow.draft.nn.corrector import CorrectorShape, read_corrector
+    from specflow.draft.parallel import ParallelModel
+
+    _check_dependency(options, context)
+    info, vocabulary = context.target.info, network.vocabulary
+    corrector = None
+    if options.corrector is not None:
+        drafted = info.vocab_size if vocabulary is None else len(vocabulary.to_target)
+        shape = CorrectorShape(options.corrector_rank, info.hidden_size, info.vocab_size, drafted)
+        corrector = read_corrector(options.corrector, reader, shape)
+    depth = min(context.k, network.most_depth)
+    reads_tokens = options.confidence_tokens is not False
+    head = confidence_of(options, reader, info.hidden_size, depth, corrector if reads_tokens else None)
+    return ParallelModel(network, corrector), head
+
+
+def confidence_of(
+    options: ConfidenceOptions,
+    reader: WeightReader,
+    hidden_size: int,
+    depth: int,
+    corrector: TableCorrector | None = None,
+) -> ConfidenceHead | None:
+    """The confidence head that the options ask for, over any network; None where they ask for none.
+
+    Args:
+        options: Of the source.
+        reader: The drafter's tensors.
+        hidden_size: H of the network.
+        depth: Deepest draft position; each needs its temperature where there are any.
+        corrector: Whose table the head reads; None: the hidden row alone.
+
+    Raises:
+        GraphError: There are too few temperatures.
+        CheckpointError: A tensor is missing or has another shape.
+    """
+    from specflow.draft.nn.confidence import read_confidence
+
+    if not options.confidence_head:
+        return None
+    if options.temperatures and len(options.temperatures) < depth:
+        found = f"{len(options.temperatures)} temperatures for {depth} draft positions"
+        raise GraphError("draft.temperatures", found, "one for each position", "calibrate at this k, or lower draft.k")
+    rows = None if corrector is None else (corrector.embed, int(corrector.table.shape[1]))
+    return read_confidence(reader, hidden_size, options.confidence_bias, rows, options.temperatures)
+
+
+def _check_dependency(options: CorrectorOptions, context: SourceContext) -> None:
+    corrected = context.dependency == CORRECTED
+    if corrected and options.corrector is None:
+        found = f"dependency {CORRECTED} without a corrector"
+        raise GraphError("draft.corrector", found, "markov, gated or rnn", "name one, or set dependency: parallel")
+    if not corrected and options.corrector is not None:
+        found = f"corrector {options.corrector} with dependency {context.dependency or 'parallel'}"
+        hint = f"set dependency: {CORRECTED}, or leave the corrector out"
+        raise GraphError("draft.dependency", found, CORRECTED, hint)

@@ -1,0 +1,94 @@
+"""A part of the target's own layers as a drafting network, over the target's own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from specflow.draft.base import Needs
+from specflow.draft.checkpoint import open_weights
+from specflow.draft.lm_steps import DraftRows, ModelPass, PassSteps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specflow.draft.lm_steps import Shortcut
+    from specflow.draft.nn.linear import Linear
+    from specflow.law import DraftVocabulary
+    from specflow.target.base import Cache, Target
+    from specflow.types import Observation
+
+__all__ = ["ExitAdapter", "SharedLayers", "open_adapter"]
+
+
+class SharedLayers:
+    """Drafts with the target, some of it left out.
+
+    There is nothing to catch up with: committed rows of all layers are the target's true ones. Draft rows stand in the
+    scratch rows of its cache, where verification overwrites them or, after an early exit, goes on from them.
+
+    Args:
+        target: The model.
+        shortcut: What drafts leave out of it.
+        k: Deepest draft position.
+    """
+
+    needs = Needs()
+    vocabulary: DraftVocabulary | None = None
+
+    def __init__(self, target: Target, shortcut: Shortcut, k: int) -> None:
+        self.most_positions, self.most_depth = target.info.context_length, k
+        self._pass = ModelPass(target, shortcut)
+        self._cache: Cache
+
+    def reset(self, batch: int, num_nodes: int, cache: Cache) -> None:
+        """See `StepModel.reset`; the target's cache has room for the nodes of a block and the anchor."""
+        self._cache = cache
+
+    def start(self, row: int, prompt: Sequence[int]) -> None:
+        """Nothing to keep."""
+
+    def observe(self, observation: Observation, rows: Sequence[int]) -> None:
+        """Nothing to learn: it is all in the cache."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Nothing to move."""
+
+    def open(self, anchors: Sequence[int], active: Sequence[bool]) -> PassSteps:
+        cache, starts = self._cache.fork(), tuple(self._cache.lengths)
+        tokens, positions = torch.tensor([anchors, starts], device=self._pass.home).unsqueeze(2)
+        first = self._pass.score(DraftRows(tokens, positions), cache)
+        cache.keep([1] * len(anchors))
+        return PassSteps(self._pass, cache, starts, first)
+
+
+class ExitAdapter:
+    """A residual correction of low rank before the final norm: h + up(down(h)).
+
+    Args:
+        down: # H -> rank
+        up: # rank -> H
+    """
+
+    def __init__(self, down: Linear, up: Linear) -> None:
+        self._down, self._up = down, up
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """# [B, R, H] -> [B, R, H]"""
+        change: Tensor = self._up(self._down(hidden.reshape(-1, hidden.shape[-1])))
+        return hidden + change.view(hidden.shape)
+
+
+def open_adapter(weights: str | None, seed: int, rank: int, target: Target) -> ExitAdapter:
+    """The adapter of a checkpoint (tensors adapter.down.weight and adapter.up.weight), or a random one.
+
+    Raises:
+        CheckpointError: A tensor is missing, left over or has the wrong shape.
+    """
+    reader, width = open_weights(weights, seed, target), target.info.hidden_size
+    down = reader.linear("adapter.down", rank, width, bias=False)
+    up = reader.linear("adapter.up", width, rank, bias=False)
+    reader.close()
+    return ExitAdapter(down, up)

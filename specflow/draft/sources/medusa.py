@@ -1,0 +1,144 @@
+"""Medusa (Cai et al. 2401.10774): heads on the target's last hidden row, one a draft position, all in one go.
+
+No cache and no positions: a head reads the newest true row alone, the one from which the target itself chose the
+anchor. Heads do not see each other's tokens; a static tree over their best candidates, or a corrector, makes up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from specflow.draft.base import Needs
+from specflow.draft.corrected import CorrectorOptions
+from specflow.draft.registry import SourceInfo
+from specflow.draft.shapes import ShapeOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specflow.draft.base import Drafter, SourceContext
+    from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.parallel import Marginals
+    from specflow.target.base import Cache
+    from specflow.types import Observation
+
+__all__ = ["SOURCE", "MedusaConfig", "MedusaModel", "build"]
+
+
+class MedusaConfig(ShapeOptions, CorrectorOptions):
+    """Heads on the target's last hidden row."""
+
+    shape: Literal["chain", "static", "beam", "best_first", "sampled"] = Field(
+        "static", description=ShapeOptions.model_fields["shape"].description
+    )
+    num_heads: int = Field(4, ge=1, le=64, description="draft positions the checkpoint has heads for")
+    num_layers: int = Field(1, ge=0, le=16, description="residual blocks of a head")
+    own_heads: bool = Field(
+        False, description="every head has an output layer of its own; false: the target's head serves all of them"
+    )
+    draft_vocab_size: int | None = Field(
+        None, ge=1, description="size of a reduced draft vocabulary, whose ids `d2t` maps; none: the target's"
+    )
+    weights: str | None = Field(
+        None,
+        description="directory with model.safetensors and config.json; none: small random weights, plumbing only",
+    )
+    seed: int = Field(0, ge=0, description="of the random weights")
+
+
+class MedusaModel:
+    """A `MarginalModel` of heads. Of what it observes it keeps the newest row of each request.
+
+    Args:
+        config: Which heads there are.
+        reader: Their tensors.
+        context: The target, and how deep blocks get.
+    """
+
+    needs = Needs(hidden_post=True)
+
+    def __init__(self, config: MedusaConfig, reader: WeightReader, context: SourceContext) -> None:
+        from specflow.draft.checkpoint import draft_vocabulary
+        from specflow.draft.nn.medusa import MedusaShape, read_medusa
+
+        info = context.target.info
+        self.most_positions = info.context_length
+        self.most_depth = min(config.num_heads, context.k)
+        self.vocabulary = draft_vocabulary(reader, config.draft_vocab_size, context.target)
+        self._target = context.target
+        shape = MedusaShape(
+            num_heads=config.num_heads,
+            num_used=self.most_depth,
+            num_layers=config.num_layers,
+            hidden_size=info.hidden_size,
+            draft_vocab_size=info.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target),
+            own_outputs=config.own_heads,
+        )
+        self.heads = read_medusa(reader, shape, self._score)
+        self._newest: list[Tensor] = []  # [H] each
+
+    def reset(self, batch: int, num_nodes: int, cache: Cache) -> None:
+        self._newest = [self._nothing()] * batch
+
+    def start(self, row: int, prompt: Sequence[int]) -> None:
+        self._newest[row] = self._nothing()
+
+    def observe(self, observation: Observation, rows: Sequence[int]) -> None:
+        """Keep the last real row: the one before the anchor."""
+        assert observation.features is not None, "heads on features got none"
+        hidden = observation.features.hidden_post
+        assert hidden is not None, "heads on the last hidden row got none"
+        for index, row in enumerate(rows):
+            if count := observation.counts[index]:
+                self._newest[row] = hidden[index, count - 1].clone()
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._newest = [self._newest[row] for row in rows]
+
+    def marginals(self, anchors: Sequence[int], active: Sequence[bool]) -> Marginals:
+        import torch
+
+        from specflow.draft.parallel import Marginals
+
+        return Marginals(*self.heads(torch.stack(self._newest)))
+
+    def _nothing(self) -> Tensor:
+        """The row of a request of which nothing was observed yet.  # [H]"""
+        import torch
+
+        info = self._target.info
+        return torch.zeros(info.hidden_size, dtype=info.dtype, device=info.device)
+
+    def _score(self, hidden: Tensor) -> Tensor:
+        """The target's head, over the ids the heads draft from.  # [..., H] -> [..., Vd]"""
+        logits = self._target.score(hidden)
+        return logits if self.vocabulary is None else logits[..., self.vocabulary.to_target]
+
+
+def build(config: MedusaConfig, context: SourceContext) -> Drafter:
+    """The drafter for a loaded target."""
+    from specflow.draft.checkpoint import open_weights, read_options
+    from specflow.draft.corrected import assemble
+    from specflow.draft.shapes import make_drafter
+
+    config = read_options(config, config.weights)
+    reader = open_weights(config.weights, config.seed, context.target)
+    network = MedusaModel(config, reader, context)
+    model, head = assemble(network, config, reader, context)
+    reader.close()
+    return make_drafter(config, model, context, head)
+
+
+SOURCE = SourceInfo(
+    name="medusa",
+    config=MedusaConfig,
+    dependency=("parallel", "parallel+corrector"),
+    build=build,
+    offers=("marginals", "confidence"),
+    law="sampled",
+    reads=("features",),
+    confidence_from="prefix",
+)

@@ -1,0 +1,118 @@
+"""Multi-token prediction (DeepSeek-V3, 2412.19437): the target's own extra blocks draft from its last hidden state.
+
+The modules of different families are alike in tensors and differ in what is normed when; a wrong choice drafts without
+error and is hardly ever accepted, so every choice is an option. Weights are named as in Qwen3-Next: `mtp.fc`,
+`mtp.pre_fc_norm_{hidden,embedding}`, `mtp.layers.0.*`, `mtp.norm`; of several modules `mtp.{j}.fc` and so on. Embedding
+and head are the target's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from specflow.draft.feature_options import FeatureOptions
+from specflow.draft.registry import SourceInfo
+
+if TYPE_CHECKING:
+    from specflow.draft.base import Drafter, SourceContext
+    from specflow.draft.nn.feature_step import FeatureStep, NetworkParts
+    from specflow.draft.nn.weights import WeightReader
+    from specflow.types import BlockShape
+
+__all__ = ["SOURCE", "MTPConfig", "build", "read_network"]
+
+
+class MTPConfig(FeatureOptions):
+    """Which modules there are, and what is normed when."""
+
+    num_modules: int = Field(
+        1, ge=1, le=64, description="1: one module, run again for every position; more: one a draft position"
+    )
+    unrolled: int | None = Field(
+        None,
+        ge=2,
+        le=64,
+        description="draft positions the one module serves with a causal chain each, as FastMTP trains it; "
+        "none: it goes on along its own output",
+    )
+    order: Literal["embedding_first", "hidden_first"] = Field(
+        "embedding_first", description="what the first half of fc reads; the paper writes the hidden state first"
+    )
+    hidden: Literal["pre_norm", "post_norm"] = Field(
+        "post_norm", description="the target's last hidden state before or after its final norm"
+    )
+    recycle: Literal["pre_norm", "post_norm"] = Field(
+        "post_norm", description="a module's output as the next one reads it: before or after its final norm"
+    )
+    zero_first: bool = Field(False, description="the embedding at position 0 is zero")
+    offset_norms: bool = Field(False, description="gains are stored as their distance from 1 (Qwen3-Next)")
+
+    @model_validator(mode="after")
+    def _one_module_to_unroll(self) -> MTPConfig:
+        if self.unrolled is not None and self.num_modules > 1:
+            raise ValueError(f"unrolled repeats one module, and num_modules is {self.num_modules}; set one of them")
+        return self
+
+
+def read_network(config: MTPConfig, reader: WeightReader, shape: BlockShape) -> NetworkParts:
+    """The modules from their tensors."""
+    from specflow.draft.base import Needs
+    from specflow.draft.nn.feature_step import NetworkParts
+
+    several = config.num_modules > 1
+    prefixes = [f"mtp.{index}" for index in range(config.num_modules)] if several else ["mtp"]
+    steps = [_read_step(config, reader, shape, prefix) for prefix in prefixes]
+    return NetworkParts(
+        steps=steps * (config.unrolled or 1),
+        shape=shape,
+        needs=Needs(hidden_pre=config.hidden == "pre_norm", hidden_post=config.hidden == "post_norm"),
+    )
+
+
+def _read_step(config: MTPConfig, reader: WeightReader, shape: BlockShape, prefix: str) -> FeatureStep:
+    from specflow.draft.nn.feature_step import FeatureStep, StepForm, StepParts
+
+    width, eps = shape.hidden_size, shape.eps
+    parts = StepParts(
+        block=reader.block(f"{prefix}.layers.0", shape),
+        fc=reader.linear(f"{prefix}.fc", width, 2 * width, bias=False),
+        embedding_norm=reader.norm(f"{prefix}.pre_fc_norm_embedding.weight", width, eps),
+        hidden_norm=reader.norm(f"{prefix}.pre_fc_norm_hidden.weight", width, eps),
+        norm=reader.norm(f"{prefix}.norm.weight", width, eps),
+    )
+    form = StepForm(
+        hidden_first=config.order == "hidden_first",
+        recycle_normed=config.recycle == "post_norm",
+        zero_first=config.zero_first,
+    )
+    return FeatureStep(parts, form)
+
+
+def build(config: MTPConfig, context: SourceContext) -> Drafter:
+    """The drafter for a loaded target.
+
+    Raises:
+        CheckpointError: The weights do not fit the options or the target.
+        GraphError: The options do not fit each other or the rule.
+    """
+    from specflow.draft.checkpoint import open_weights, read_options
+    from specflow.draft.feature_model import feature_drafter
+
+    options = read_options(config, config.weights)
+    reader = open_weights(options.weights, options.seed, context.target, options.offset_norms)
+    parts = read_network(options, reader, options.shape_for(context.target.info.shape))
+    return feature_drafter(options, parts, reader, context)
+
+
+SOURCE = SourceInfo(
+    name="mtp",
+    config=MTPConfig,
+    dependency=("ar",),
+    build=build,
+    offers=("logits", "confidence"),
+    law="sampled",
+    reads=("tokens", "features"),
+    confidence_from="prefix",
+)

@@ -1,0 +1,108 @@
+"""Self-speculative drafting: the target drafts for itself with a part of its layers.
+
+Draft & Verify (2309.08168) leaves out single attention and MLP sub-layers; early exit (LayerSkip, 2404.16710) stops
+after the first layers. Either way drafts read the target's own cache and commit nothing to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from specflow.draft.registry import SourceInfo
+from specflow.draft.shapes import ShapeOptions, make_drafter
+
+if TYPE_CHECKING:
+    from specflow.draft.base import Drafter, SourceContext
+    from specflow.draft.lm_steps import Shortcut
+
+__all__ = ["SOURCE", "SkippedLayersConfig", "build"]
+
+_OF_EXITS = ("exit_layer", "adapter_rank", "weights")
+_OF_SKIPS = ("skip_attention", "skip_mlp")
+
+
+class SkippedLayersConfig(ShapeOptions):
+    """Which layers draft."""
+
+    leave_out: Literal["sublayers", "tail"] = Field(
+        "sublayers", description="chosen attention and MLP sub-layers, or all layers from one on (early exit)"
+    )
+    skip_attention: tuple[int, ...] = Field((), description="0-based layers whose attention drafts do without")
+    skip_mlp: tuple[int, ...] = Field((), description="0-based layers whose MLP drafts do without")
+    exit_layer: int | None = Field(
+        None, ge=1, description="tail: first layer that drafts do not run; null is two thirds of the way up"
+    )
+    adapter_rank: int | None = Field(
+        None, ge=1, description="tail: inner width of a residual adapter before the final norm; null has none"
+    )
+    weights: str | None = Field(
+        None, description="tail: directory with the adapter's model.safetensors; null: a random one, plumbing only"
+    )
+    seed: int = Field(0, ge=0, description="seed of a random adapter")
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> SkippedLayersConfig:
+        strange = _OF_EXITS if self.leave_out == "sublayers" else _OF_SKIPS
+        given = [name for name in strange if getattr(self, name)]
+        if given:
+            raise ValueError(f"{given[0]} with leave_out {self.leave_out}; expected it with the other one only")
+        for name in _OF_SKIPS:
+            layers = getattr(self, name)
+            if len(set(layers)) != len(layers) or min(layers, default=0) < 0:
+                raise ValueError(f"{name} is {list(layers)}; expected different layers, the first one numbered 0")
+        return self
+
+
+def build(config: SkippedLayersConfig, context: SourceContext) -> Drafter:
+    """The drafter for a loaded target.
+
+    Raises:
+        GraphError: A layer is named that the target does not have.
+        CheckpointError: The adapter's tensors do not fit.
+    """
+    from specflow.draft.checkpoint import read_options
+    from specflow.draft.lm_shared import SharedLayers
+
+    config = read_options(config, config.weights)
+    model = SharedLayers(context.target, _shortcut(config, context), context.k)
+    return make_drafter(config, model, context)
+
+
+def _shortcut(config: SkippedLayersConfig, context: SourceContext) -> Shortcut:
+    from specflow.draft.lm_shared import open_adapter
+    from specflow.draft.lm_steps import Shortcut
+    from specflow.types import Skip
+
+    num_layers = context.target.info.num_layers
+    if config.leave_out == "sublayers":
+        for name in _OF_SKIPS:
+            _check_layers(name, getattr(config, name), num_layers - 1)
+        return Shortcut(skip=Skip(frozenset(config.skip_attention), frozenset(config.skip_mlp)))
+    layer = max(1, 2 * num_layers // 3) if config.exit_layer is None else config.exit_layer
+    _check_layers("exit_layer", (layer,), num_layers)
+    rank = config.adapter_rank
+    adapter = None if rank is None else open_adapter(config.weights, config.seed, rank, context.target)
+    return Shortcut(exit_layer=layer, adapter=adapter)
+
+
+def _check_layers(name: str, layers: tuple[int, ...], most: int) -> None:
+    from specflow.errors import GraphError
+
+    wrong = [layer for layer in layers if layer > most]
+    if wrong:
+        found = f"layer {', '.join(map(str, wrong))}, which the target does not have"
+        raise GraphError(f"draft.{name}", found, f"at most {most}", "choose layers of this target")
+
+
+SOURCE = SourceInfo(
+    name="skipped_layers",
+    config=SkippedLayersConfig,
+    dependency=("ar",),
+    build=build,
+    offers=("logits", "confidence"),
+    law="sampled",
+    confidence_from="self",
+    methods={"layer_skip": {"leave_out": "sublayers"}, "early_exit": {"leave_out": "tail"}},
+)

@@ -1,0 +1,99 @@
+"""Standalone drafting: any causal language model that speaks the target's vocabulary drafts for it.
+
+Leviathan et al. 2211.17192; Chen et al. 2302.01318. The draft model knows the target only by its text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from specflow.draft.registry import SourceInfo
+from specflow.draft.shapes import ShapeOptions, make_drafter
+
+if TYPE_CHECKING:
+    from specflow.draft.base import Drafter, SourceContext
+    from specflow.target.base import Target
+
+__all__ = ["SOURCE", "SmallModelConfig", "build"]
+
+
+class SmallModelConfig(ShapeOptions):
+    """Which model drafts, and where it runs."""
+
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="embedded model, HF id, local folder or .gguf file; null: a small random one, plumbing only",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+        "auto", description="type of the draft model's weights; auto is the target's for a random one"
+    )
+    device: str | None = Field(
+        None, pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="where it runs; null is the target's device"
+    )
+    layers: int = Field(2, ge=1, description="decoder layers of a random draft model")
+    width: int = Field(64, ge=2, description="hidden width of a random draft model")
+    heads: int = Field(4, ge=1, description="attention heads of a random draft model")
+    seed: int = Field(0, ge=0, description="seed of a random draft model")
+
+    @model_validator(mode="after")
+    def _even_heads(self) -> SmallModelConfig:
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width is {self.width}; expected a multiple of {2 * self.heads} with {self.heads} heads")
+        return self
+
+
+def build(config: SmallModelConfig, context: SourceContext) -> Drafter:
+    """The drafter for a loaded target.
+
+    Raises:
+        ModelError: The draft model cannot be loaded, or its token ids mean other strings than the target's.
+    """
+    from specflow.draft.lm_model import LanguageModel
+    from specflow.draft.lm_vocabulary import check_vocabularies
+
+    if config.model is None:
+        return make_drafter(config, LanguageModel(_random_model(config, context.target), context), context)
+    assert context.load_model is not None, "nobody gave a loader of models"
+    device = config.device or str(context.target.info.device)
+    model, codec = context.load_model(config.model, config.dtype, device)
+    if context.codec is not None:
+        check_vocabularies(context.codec, codec)
+    return make_drafter(config, LanguageModel(model, context), context)
+
+
+def _random_model(config: SmallModelConfig, target: Target) -> Target:
+    """A seeded Llama with the target's vocabulary and context."""
+    import torch
+    from transformers import LlamaConfig
+
+    from specflow.draft.nn.weights import SeededTensors
+    from specflow.target.base import TargetOptions
+    from specflow.target.transformer import NativeTarget
+
+    info = target.info
+    llama = LlamaConfig(
+        vocab_size=info.vocab_size,
+        hidden_size=config.width,
+        intermediate_size=2 * config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        max_position_embeddings=info.context_length,
+    )
+    dtype = info.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    device = info.device if config.device in (None, "auto") else torch.device(config.device)
+    return NativeTarget(llama, SeededTensors(config.seed), TargetOptions("random draft model", dtype, device))
+
+
+SOURCE = SourceInfo(
+    name="small_model",
+    config=SmallModelConfig,
+    dependency=("ar",),
+    build=build,
+    offers=("logits", "confidence"),
+    law="sampled",
+    confidence_from="self",
+)
