@@ -9,7 +9,7 @@ JOBS ?= 2
 demo: $(VENV)/installed
 	$(BIN)/specflow demo
 
-test: $(VENV)/installed-dev
+test: $(VENV)/installed-dev $(VENV)/installed-parity
 	$(BIN)/specflow models fetch smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
@@ -28,6 +28,12 @@ $(VENV)/installed: pyproject.toml requirements.lock | $(VENV)/bin/python
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
+	touch $@
+
+# Other people's implementations to compare with; tests skip what cannot be installed (Python 3.10, no such wheel).
+$(VENV)/installed-parity: pyproject.toml requirements.lock | $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[parity]'
+	-$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
 clean:

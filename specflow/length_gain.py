@@ -35,7 +35,7 @@ NO_PROFILE = (
 
 
 BUCKET = 64  # contexts that share their prices
-MOST_WAITS = 16  # a parked batch is probed at least once in this many times `probe` rounds
+MOST_WAITS = 4  # a parked batch is probed at least once in this many times `probe` rounds
 
 
 class Costs(Protocol):
@@ -68,13 +68,15 @@ class ExpectedGain:
     """Chooses the depth by expected tokens a second, and cuts what was drafted where going on stops paying.
 
     Depth d yields 1 + sum over i <= d of p_1 ... p_i tokens a row and costs `round_s(d)`; 0 is always a candidate.
-    Where 0 wins the policy parks there, and tries the best other depth after `probe` rounds, ever more rarely while
-    that keeps failing. A new request is judged afresh.
+    Where 0 wins the policy parks there, and tries the best other depth after `probe` rounds: again at once where that
+    paid, ever more rarely while it does not. A new request is judged afresh.
 
     The cut weighs the same sum, of the drafter's own confidences, against the seconds of a pass of that width; what
     drafting took is spent either way. Columns are added while the quotient rises and the first fall ends it, so that
     no token is dropped for what it or a later one says. Confidences that depend on no sampled token are known all at
     once, and the best width of all is taken. Confidences that come with the sampled token count for the next one.
+    A token that was cut is a token that drafting did not yield, so a drafter that doubts itself is not asked for long.
+    Probes are not cut, or nothing could be learnt from them.
     """
 
     def __init__(self, k: int, hysteresis: float = 1.03, probe: int = 16, trim: bool = True) -> None:
@@ -83,7 +85,8 @@ class ExpectedGain:
         self.config = ExpectedGainConfig(hysteresis=hysteresis, probe=probe, trim=trim)
         self._costs: Costs | None = None
         self._told = False
-        self._rows: list[_Acceptance] = []
+        self._rows: list[_Row] = []
+        self._offered: Sequence[int] | None = None  # [B] nodes of the block that was cut this round
         self._prices: _Prices | None = None
         self._judge_afresh()
 
@@ -95,17 +98,18 @@ class ExpectedGain:
         if self._costs is None and not self._told:
             log.warning(NO_PROFILE, self.k)
             self._told = True
-        self._rows = [_Acceptance(self.k) for _ in range(batch)]
+        self._rows = [_Row(self.k) for _ in range(batch)]
         self._judge_afresh()
 
     def start(self, row: int) -> None:
-        self._rows[row] = _Acceptance(self.k)
+        self._rows[row] = _Row(self.k)
         self._judge_afresh()
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
     def budget(self, limits: Sequence[int], contexts: Sequence[int] = ()) -> DraftBudget:
+        self._offered, self._probing = None, False
         reach = [within(self.k, limit) for limit in limits]
         if self._costs is None or not any(reach):
             return DraftBudget(tuple(reach))
@@ -117,12 +121,13 @@ class ExpectedGain:
 
     def trim(self, block: DraftBlock) -> DraftBlock:
         confidence = block.confidence
-        if self._prices is None or confidence is None or not self.config.trim or not block.topology.is_chain:
+        if confidence is None or not self.config.trim or not block.topology.is_chain or not block.num_nodes:
             return block
-        if not block.num_nodes:
+        if self._prices is None or self._probing:
             return block
         import torch
 
+        self._offered = block.lengths
         chances = self._chances(block, confidence)
         batch, width = chances.shape
         tokens = torch.cat((chances.new_zeros(1), chances.sum(0).cumsum(0))) + batch  # [N + 1] by number of columns
@@ -134,20 +139,30 @@ class ExpectedGain:
         return cut(block, keep.expand(batch, -1), "prefix")
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        for row, num_drafted, num_accepted in zip(self._rows, drafted, accepted, strict=True):
-            row.observe(num_drafted, num_accepted)
+        offered = drafted if self._offered is None else self._offered
+        for row, *counts in zip(self._rows, drafted, accepted, offered, strict=True):
+            row.observe(*counts)
+        if self._probing and self._paid(max(drafted), sum(accepted)):
+            self._parked = self._wait = self.config.probe
+
+    def _paid(self, depth: int, accepted: int) -> bool:
+        """Whether this round was faster than plain steps for its tokens."""
+        assert self._prices is not None
+        seconds, batch = self._prices.round_s, len(self._rows)
+        return (batch + accepted) * seconds[0] > batch * seconds[depth]
 
     def _judge_afresh(self) -> None:
         self._depth: int | None = None  # depth in use; 0 is parked
         self._parked = 0  # rounds since drafting was last tried
         self._wait = self.config.probe
+        self._probing = False
 
     def _gains(self, reach: Sequence[int], seconds: Sequence[float]) -> list[float]:
         """Expected tokens a second of the batch, for every depth from 0 to the deepest a row can use."""
         tokens = [float(len(reach))] * (max(reach) + 1)
         for row, most in zip(self._rows, reach, strict=True):
             more = 0.0
-            for depth, chance in enumerate(row.survival(max(reach)), start=1):
+            for depth, chance in enumerate(accumulate(row.yields.rates(max(reach)), mul), start=1):
                 more += chance if depth <= most else 0.0
                 tokens[depth] += more
         return [each / seconds[depth] for depth, each in enumerate(tokens)]
@@ -166,6 +181,7 @@ class ExpectedGain:
         self._parked += 1
         if self._parked <= self._wait:
             return 0
+        self._probing = True
         self._parked, self._wait = 0, min(2 * self._wait, MOST_WAITS * self.config.probe)
         return max(range(1, widest + 1), key=gains.__getitem__)
 
@@ -179,7 +195,7 @@ class ExpectedGain:
 
         sure = confidence.double()
         if told_by_the_sample(block):
-            rates = [row.rates(block.num_nodes) for row in self._rows]
+            rates = [row.stands.rates(block.num_nodes) for row in self._rows]
             sure = torch.tensor(rates, dtype=torch.float64, device=sure.device) * _before(sure)
         else:
             sure = sure.cumprod(1)
@@ -217,29 +233,37 @@ class _Prices:
         return self._on_device[drafted]
 
 
-KEEP = 0.95  # weight of all earlier rounds when a new one is seen: about the last twenty count
+KEEP = 0.97  # weight of all earlier rounds when a new one is seen: about the last thirty count
 PRIOR, PRIOR_TRIES = 0.7, 3.0  # what is believed of a drafter before anything is seen, and how firmly
 LEAN = 4.0  # tries that a position needs before its own rate counts as much as that of all positions
 
 
-class _Acceptance:
-    """How often one row's draft tokens stand, by position, given that those before them did. Counts fade by KEEP."""
+class _Row:
+    """What one row knows of its drafter."""
+
+    def __init__(self, k: int) -> None:
+        self.stands = _Rates(k)  # of the tokens that were verified
+        self.yields = _Rates(k)  # of the tokens that were drafted: those that were cut yielded nothing
+
+    def observe(self, drafted: int, accepted: int, offered: int) -> None:
+        """Learn from a round. Positions after the first refusal were not judged, and say nothing."""
+        self.stands.observe(min(drafted, accepted + 1), accepted)
+        self.yields.observe(min(max(drafted, offered), accepted + 1), accepted)
+
+
+class _Rates:
+    """How often the token of a position comes through, given that those before it did. Counts fade by KEEP."""
 
     def __init__(self, k: int) -> None:
         self._tries, self._wins = [0.0] * k, [0.0] * k
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Learn from a round. Positions after the first refusal were not judged, and say nothing."""
-        for position in range(min(drafted, accepted + 1, len(self._tries))):
+    def observe(self, tried: int, won: int) -> None:
+        for position in range(min(tried, len(self._tries))):
             self._tries[position] = KEEP * self._tries[position] + 1.0
-            self._wins[position] = KEEP * self._wins[position] + (position < accepted)
+            self._wins[position] = KEEP * self._wins[position] + (position < won)
 
     def rates(self, depth: int) -> list[float]:
         """Chance of each position; a position seldom reached leans on the rate of all.  # [depth]"""
         overall = (sum(self._wins) + PRIOR * PRIOR_TRIES) / (sum(self._tries) + PRIOR_TRIES)
         seen = zip(self._wins[:depth], self._tries[:depth], strict=True)
         return [(wins + LEAN * overall) / (tries + LEAN) for wins, tries in seen]
-
-    def survival(self, depth: int) -> list[float]:
-        """Chance that each position and all before it stand.  # [depth]"""
-        return list(accumulate(self.rates(depth), mul))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Found", "SearchPlan", "SkipSearch", "check_recipe"]
 
 OPTIONS = ("skip_attention", "skip_mlp")
-LEAST_PROMISE = 0.6
+LEAST_PROMISE = 0.75
 """Warm starts stop where reading promises less than this share of the best promise."""
 Advance = Callable[[str], None]
 
@@ -45,7 +44,7 @@ class SearchPlan:
     budget_s: float | None = None  # no trial begins after this many seconds
     seed: int = 0
     max_new_tokens: int = 48
-    read_tokens: int = 64  # of each prompt's answer, for the warm starts
+    read_tokens: int = 32  # of each prompt's answer, for the warm starts
     warm_starts: int = 12
 
 
@@ -66,9 +65,9 @@ def check_recipe(recipe: Recipe) -> Recipe:
         RecipeError: Its source leaves no sub-layers out, or its k is 0.
     """
     draft = recipe.draft
-    if draft is None or draft.k < 1 or not set(OPTIONS) <= set(draft.info.config.model_fields):
-        found = "no draft" if draft is None else f"source {draft.source} with k = {draft.k}"
-        raise RecipeError("draft", found, f"a source with {' and '.join(OPTIONS)}, and k of 1 or more")
+    if draft is None or draft.k < 1 or not set(OPTIONS) <= set(type(draft).model_fields):
+        found = "no draft" if draft is None else f"{type(draft).__name__} with k = {draft.k}"
+        raise RecipeError("draft", found, f"one source with {' and '.join(OPTIONS)}, and k of 1 or more")
     return recipe
 
 
@@ -98,13 +97,17 @@ class SkipSearch:
         plain = Recipe(name="vanilla", target=recipe.target, sampling=recipe.sampling, runtime=recipe.runtime)
         self._plain = build_engine(plain, target)
 
+    def prepare(self, advance: Advance = lambda what: None) -> None:
+        """Find sets to begin with, by reading: two passes a layer, and some for each set. A study does it once."""
+        if not self.store.rows:
+            study = self._open_study()
+            for skip in self._warm_starts(advance):
+                study.enqueue_trial(self._params(skip), skip_if_exists=True)
+
     def run(self, advance: Advance = lambda what: None) -> Found:
         """Search until the plan ends; writes best.yaml after every trial. Returns the fastest set."""
         began, study = perf_counter(), self._open_study()
-        if not self.store.rows:
-            for skip in self._warm_starts(advance):
-                study.enqueue_trial(self._params(skip), skip_if_exists=True)
-            self._decode(self._plain, self._prompts[0])  # warms up
+        self._decode(self._plain, self._prompts[0])  # warms up
         while len(self.store.rows) < self.plan.trials:
             if self.plan.budget_s is not None and perf_counter() - began > self.plan.budget_s and self.store.rows:
                 break
@@ -122,7 +125,9 @@ class SkipSearch:
         for row in self.store.rows:
             by_set.setdefault(Skip(*(frozenset(row[name]) for name in OPTIONS)), []).append(row)
         found = [
-            Found(skip, median(row["ratio"] for row in rows), median(row["acceptance_length"] for row in rows), len(rows))
+            Found(
+                skip, median(row["ratio"] for row in rows), median(row["acceptance_length"] for row in rows), len(rows)
+            )
             for skip, rows in by_set.items()
         ]
         return sorted(found, key=lambda each: -each.ratio)

@@ -10,7 +10,7 @@ from tiny import VOCAB, tiny_target
 from torch import Tensor
 
 from specflow.draft.checkpoint import open_weights
-from specflow.draft.feature_model import FeatureModel
+from specflow.draft.feature_model import FeatureModel, complete
 from specflow.draft.nn.feature_step import FeatureNetwork
 from specflow.draft.nn.weights import SeededTensors
 from specflow.draft.sources import eagle, mtp
@@ -32,13 +32,14 @@ Config = EagleConfig | MTPConfig
 
 
 def network_of(config: Config) -> FeatureNetwork:
-    reader = open_weights(config.weights, config.seed, TARGET)
+    reader = open_weights(config.weights, config.seed, TARGET, getattr(config, "offset_norms", False))
     if isinstance(config, MTPConfig):
         parts = mtp.read_network(config, reader, config.shape_for(INFO.shape))
     else:
         parts = eagle.read_network(config, reader, TARGET)
+    network = complete(parts, reader, TARGET)
     reader.close()
-    return FeatureNetwork(parts, TARGET)
+    return network
 
 
 @dataclass

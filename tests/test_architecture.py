@@ -42,7 +42,7 @@ FORBIDDEN = {
 }
 """Arrows that levels alone do not forbid."""
 
-TORCH_FREE = (*DECLARATIVE, "rules", "draft.registry")
+TORCH_FREE = (*DECLARATIVE, "rules", "draft.registry", "draft.shapes")
 """Modules that validate recipes and draw graphs: no torch at module level, and nothing that brings it."""
 
 HEAVY = ("torch", "transformers", "onnxruntime", "optuna")
@@ -186,10 +186,15 @@ def test_the_tuner_uses_public_names_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def brings(source: Source, heavy: str, trail: tuple[str, ...] = ()) -> str:
-    """How importing a module reaches a heavy package at module level; empty where it does not."""
-    if source.name in trail:
+def brings(source: Source, heavy: str, trail: tuple[str, ...] = (), seen: set[str] | None = None) -> str:
+    """How importing a module reaches a heavy package at module level; empty where it does not.
+
+    A module that was `seen` is not followed again: the ways through the imports are too many to walk them all.
+    """
+    seen = set() if seen is None else seen
+    if source.name in seen:
         return ""
+    seen.add(source.name)
     trail = (*trail, source.name)
     for each in source.imports():
         if not (each.at_run_time and each.at_module_level):
@@ -198,7 +203,7 @@ def brings(source: Source, heavy: str, trail: tuple[str, ...] = ()) -> str:
             return " -> ".join((*trail, f"{each.module} (line {each.line})"))
         if each.module.split(".")[0] in PACKAGES:
             inner = module_named(each.module)
-            if inner is not None and (way := brings(inner, heavy, trail)):
+            if inner is not None and (way := brings(inner, heavy, trail, seen)):
                 return way
     return ""
 

@@ -21,14 +21,14 @@ VOCAB = 61
 EOS = 2
 
 
-def tiny_target(dtype: torch.dtype = torch.float64, context: int = 256, seed: int = 0) -> NativeTarget:
+def tiny_target(dtype: torch.dtype = torch.float64, context: int = 256, seed: int = 0, layers: int = 2) -> NativeTarget:
     """A random Llama whose next-token choices are well separated."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=context,

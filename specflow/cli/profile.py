@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,18 +59,10 @@ def profile(
         budget_s=budget,
     )
     key, model, data = _measure(loaded_recipe, asked, stretch=not contexts)
-    _keep(key, data, output)
-    title = f"{loaded_recipe.name or Path(recipe).stem} on {key.target['name']}"
-    if plot is not None:
-        from specflow.plot import draw_profile
-
-        deliver(draw_profile(model, title, _caption(key)), plot)
-    for doubt in model.doubts():
-        typer.echo(f"not trusted: {doubt}", err=True)
-    if as_json:
-        typer.echo(json.dumps(data, ensure_ascii=False))
-    else:
-        _show(model, f"{title}\n{_caption(key)}")
+    try:
+        _keep(key, data, output)
+    finally:  # what took minutes to measure is shown whatever a disk says
+        _report(model, data, f"{loaded_recipe.name or Path(recipe).stem} on {key.target['name']}", plot, as_json)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
@@ -124,13 +117,26 @@ def _parts(recipe: Recipe, loaded: LoadedTarget) -> EngineParts:
 def _keep(key: ProfileKey, data: dict[str, Any], output: Path | None) -> None:
     from specflow.cost import profiles_dir, save_profile
 
-    for path in (profiles_dir() / key.file_name, *([output] if output is not None else [])):
+    for path in (*([output] if output is not None else []), profiles_dir() / key.file_name):
         save_profile(path, data)
         typer.echo(f"wrote {path}", err=True)
 
 
-def _caption(key: ProfileKey) -> str:
-    facts, target = key.machine, key.target
+def _report(model: CostModel, data: dict[str, Any], title: str, plot: Path | None, as_json: bool) -> None:
+    caption = _caption(data["target"], data["machine"])
+    for doubt in model.doubts():
+        typer.echo(f"not trusted: {doubt}", err=True)
+    if as_json:
+        typer.echo(json.dumps(data, ensure_ascii=False))
+    else:
+        _show(model, f"{title}\n{caption}")
+    if plot is not None:
+        from specflow.plot import draw_profile
+
+        deliver(draw_profile(model, title, caption), plot)
+
+
+def _caption(target: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     device = facts.get("gpu") or f"{facts['cpu_model']}, {facts['threads']} threads"
     return f"{target['dtype']}, {target['runtime']} runtime, {device}, torch {facts['torch']}"
 
@@ -157,7 +163,7 @@ def _target_table(model: CostModel, batch: int) -> Table:
     table = _table(f"target pass, batch {batch}", "rows")
     for context in contexts:
         table.add_column(f"ms\nat {context}", justify="right")
-        table.add_column("of 1 row\n", justify="right")
+        table.add_column("times\n1 row", justify="right")
     for rows in sorted({size for size, _ in timings}):
         cells = []
         for context in contexts:

@@ -105,9 +105,11 @@ def _run(
     from specflow.search import SkipSearch
 
     study = SkipSearch(recipe, target, prompts, plan, store)
-    steps = plan.trials - len(store.rows) + (0 if store.rows else 2 * target.target.info.num_layers)
     try:
-        with counted(steps) as advance:
+        if not store.rows:
+            with counted(4 * target.target.info.num_layers) as advance:
+                study.prepare(advance)
+        with counted(plan.trials - len(store.rows)) as advance:
             study.run(advance)
     except KeyboardInterrupt:
         store.close("interrupted")

@@ -17,7 +17,6 @@ from specflow.draft.corrected import confidence_of
 from specflow.draft.nn.feature_step import FeatureNetwork, NetworkParts, Pairs
 from specflow.draft.pending import TOGETHER, Pending
 from specflow.draft.shapes import make_drafter
-from specflow.errors import GraphError
 from specflow.target.cache import KVCache
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from specflow.target.base import Cache, Target
     from specflow.types import Entry, Observation
 
-__all__ = ["FeatureModel", "feature_drafter"]
+__all__ = ["FeatureModel", "complete", "feature_drafter"]
 
 CHUNK = 512
 """Most positions of a prompt that run in one pass."""
@@ -141,22 +140,24 @@ class FeatureModel:
 def feature_drafter(
     options: FeatureOptions, parts: NetworkParts, reader: WeightReader, context: SourceContext
 ) -> Drafter:
-    """A source's drafter from its layers: its own embedding, the confidence head and the shape of blocks are added.
+    """A source's drafter from its layers: embedding, confidence head and the shape of blocks are added.
 
     Raises:
         CheckpointError: A tensor is left over, missing or of another shape.
-        GraphError: The confidence that blocks would be shortened by is that of sampled tokens themselves.
+        GraphError: There are too few temperatures for the confidence head.
     """
-    target, width = context.target, parts.shape.hidden_size
-    if reader.has("embed_tokens.weight"):
-        parts = replace(parts, embedding=reader.take("embed_tokens.weight", (target.info.vocab_size, width)))
-    model = FeatureModel(FeatureNetwork(parts, target), target, options.max_positions)
-    head = confidence_of(options, reader, width, min(context.k, model.most_depth))
+    model = FeatureModel(complete(parts, reader, context.target), context.target, options.max_positions)
+    head = confidence_of(options, reader, parts.shape.hidden_size, min(context.k, model.most_depth))
     reader.close()
-    if context.confidence and context.draw == "sampled" and head is None:
-        found = "blocks would be shortened by the probability of the very token that was sampled, which biases the text"
-        raise GraphError("draft.confidence_head", found, "a confidence head", "set it to true, or use rule match")
     return make_drafter(options, model, context, head)
+
+
+def complete(parts: NetworkParts, reader: WeightReader, target: Target) -> FeatureNetwork:
+    """The network from its layers and, where the checkpoint has one, its own embedding."""
+    if reader.has("embed_tokens.weight"):
+        size = (target.info.vocab_size, parts.shape.hidden_size)
+        parts = replace(parts, embedding=reader.take("embed_tokens.weight", size))
+    return FeatureNetwork(parts, target)
 
 
 def _moved(pairs: Pairs, fresh: Sequence[bool]) -> Pairs:

@@ -28,6 +28,9 @@ __all__ = ["FinishedText", "Outlook", "PassCosts", "SkipMeter", "SubLayer", "gro
 SubLayer = tuple[Literal["attention", "mlp"], int]
 """Kind and 0-based layer."""
 
+_TOGETHER = 8
+"""Texts of one pass."""
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedText:
@@ -52,13 +55,12 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One text, ready to be read with any sub-layers left out."""
+    """A batch of texts, ready to be read with any sub-layers left out."""
 
-    cache: Cache  # all its tokens
-    tokens: Tensor  # [1, M] inputs of the rows to judge
-    positions: Tensor  # [1, M]
-    mask: Tensor  # [1, M, P + M]
-    said: Tensor  # [M] what the target says after each
+    cache: Cache  # their tokens
+    tokens: Tensor  # [B, M] inputs of the rows to judge
+    positions: Tensor  # [B, M]
+    said: Tensor  # [B, M] what the target says after each
 
 
 class SkipMeter:
@@ -66,47 +68,57 @@ class SkipMeter:
 
     Args:
         target: The model.
-        texts: Answers long enough for a block.
+        texts: All are read as far as the shortest answer goes, in whole blocks.
         k: Draft tokens of a block.
     """
 
     def __init__(self, target: Target, texts: Sequence[FinishedText], k: int) -> None:
         self.target, self.k = target, k
-        self._readings = [self._prepare(text) for text in texts if len(text.tokens) - text.begin > k]
-        assert self._readings, f"no answer is longer than {k} tokens"
+        self._num_rows = min(len(text.tokens) - text.begin for text in texts) // k * k
+        assert self._num_rows, f"an answer is shorter than {k} tokens"
+        self._mask = self._block_mask()
+        groups = [texts[first : first + _TOGETHER] for first in range(0, len(texts), _TOGETHER)]
+        self._readings = [self._prepare(group) for group in groups]
 
     @torch.inference_mode()
     def measure(self, skip: Skip) -> Outlook:
+        """How drafts without these sub-layers would fare."""
         agreed, logprobs = [], []
         for reading in self._readings:
             out = self.target.forward(
-                reading.tokens, reading.positions, reading.cache, mask=reading.mask, skip=skip, rows="last"
+                reading.tokens, reading.positions, reading.cache, mask=self._mask, skip=skip, rows="last"
             )
             assert out.hidden_post is not None
-            logits = self.target.score(out.hidden_post)[0].float()
+            logits = self.target.score(out.hidden_post).float()
             agreed.append((logits.argmax(-1) == reading.said).view(-1, self.k))
-            logprobs.append(logits.log_softmax(-1).gather(1, reading.said.unsqueeze(1)))
+            logprobs.append(logits.log_softmax(-1).gather(2, reading.said.unsqueeze(2)).flatten())
         reached = torch.cat(agreed).long().cumprod(1).double().mean(0)
         return Outlook(tuple(reached.tolist()), float(torch.cat(logprobs).mean()))
 
-    @torch.inference_mode()
-    def _prepare(self, text: FinishedText) -> _Reading:
-        device, count = self.target.info.device, len(text.tokens)
-        num_rows = (count - text.begin) // self.k * self.k
-        whole = torch.tensor([text.tokens], device=device)
-        places = torch.arange(count, device=device).unsqueeze(0)
-        cache = self.target.new_cache(1, count + num_rows)
-        out = self.target.forward(whole, places, cache, rows="last")
-        cache.keep([count])
-        assert out.hidden_post is not None
-        rows = slice(text.begin, text.begin + num_rows)
-        said = self.target.score(out.hidden_post[:, rows])[0].argmax(-1)
-        index = torch.arange(num_rows, device=device)
+    def _block_mask(self) -> Tensor:
+        """A row sees the committed rows before its block and, in its block, the rows up to itself.  # [1, M, 2 M]"""
+        index = torch.arange(self._num_rows, device=self.target.info.device)
         block = index // self.k
-        own = (block.unsqueeze(1) == block) & (index.unsqueeze(1) >= index)  # [M, M]
-        committed = torch.arange(count - text.begin, device=device) < (block * self.k).unsqueeze(1)  # [M, P]
-        mask = torch.cat((committed, own), dim=1).unsqueeze(0)
-        return _Reading(cache, whole[:, rows], places[:, rows], mask, said)
+        own = (block.unsqueeze(1) == block) & (index.unsqueeze(1) >= index)
+        return torch.cat((block < block.unsqueeze(1), own), dim=1).unsqueeze(0)
+
+    @torch.inference_mode()
+    def _prepare(self, texts: Sequence[FinishedText]) -> _Reading:
+        device, rows = self.target.info.device, self._num_rows
+        cache = self.target.new_cache(len(texts), max(text.begin for text in texts) + 2 * rows)
+        tokens, positions, said = [], [], []
+        for row, text in enumerate(texts):
+            count = text.begin + rows
+            whole = torch.tensor([text.tokens[:count]], device=device)
+            places = torch.arange(count, device=device).unsqueeze(0)
+            view = cache.row(row)
+            out = self.target.forward(whole, places, view, rows="last")
+            view.keep([count])
+            assert out.hidden_post is not None
+            tokens.append(whole[:, text.begin :])
+            positions.append(places[:, text.begin :])
+            said.append(self.target.score(out.hidden_post[:, text.begin :]).argmax(-1))
+        return _Reading(cache, torch.cat(tokens), torch.cat(positions), torch.cat(said))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +161,8 @@ def rank_sublayers(meter: SkipMeter, advance: Callable[[str], None] = lambda wha
     """All sub-layers, the one whose absence the draft minds least first."""
     minded: dict[SubLayer, float] = {}
     for layer in range(meter.target.info.num_layers):
-        for sublayer in ((("attention", layer), ("mlp", layer))):
+        pair: tuple[SubLayer, SubLayer] = (("attention", layer), ("mlp", layer))
+        for sublayer in pair:
             minded[sublayer] = meter.measure(_with(Skip(), sublayer)).logprob
             advance(f"without {sublayer[0]} {layer}")
     return sorted(minded, key=lambda sublayer: -minded[sublayer])

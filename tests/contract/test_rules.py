@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from questions import NoQuestions
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from specflow.errors import GraphError
 from specflow.law import Dense, PointMass
@@ -48,8 +47,8 @@ def sampled_block(seed: int, lengths: Sequence[int] = LENGTHS, topology: Topolog
     q = torch.randn(*shape, VOCAB, generator=draws, dtype=torch.float64).mul(2).softmax(-1)
     tokens = draw_tokens(q, torch.rand(shape, generator=draws, dtype=torch.float64))
     tokens = tokens.masked_fill(torch.arange(NODES) >= torch.tensor(lengths).unsqueeze(1), PAD)
-    shape = topology or chain(NODES, CPU)
-    return DraftBlock(tokens, tuple(lengths), shape, Dense(tokens, q), without_replacement=not shape.is_chain)
+    topology = topology or chain(NODES, CPU)
+    return DraftBlock(tokens, tuple(lengths), topology, Dense(tokens, q), without_replacement=not topology.is_chain)
 
 
 def noise_for(rows: Sequence[int] = range(BATCH), round_: int = 0) -> RoundNoise:
@@ -294,19 +293,6 @@ def test_what_the_target_must_say_is_accepted_whole_with_a_bonus(rule: Rule, tem
         verdict = rule.verify(drafted, law_of(logits, Sampling(temperature=temperature), drafted), noise_for())
         assert verdict.accepted.tolist() == list(LENGTHS)
         assert verdict.tokens.gather(1, verdict.accepted.unsqueeze(1)).squeeze(1).tolist() == (bonus + 2).tolist()
-
-
-class NoQuestions(TorchDispatchMode):
-    """Fails on operators that make the host wait for the device."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().split("::")[1].split(".")[0]
-        assert name not in self.WAITING, f"{name} waits for the device"
-        if name in ("index", "index_put_"):
-            assert all(index is None or index.dtype != torch.bool for index in args[1]), "a mask as an index waits"
-        return func(*args, **(kwargs or {}))
 
 
 PROCESSED = Sampling(

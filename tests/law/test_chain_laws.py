@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tables import CPU, GAMMA, KINDS, RULES_BY_NAME, Models, Outcome, block_outcome, chance, law_error
 from torch import Tensor
 
 from specflow.law import Dense
@@ -19,7 +20,7 @@ from specflow.sampling import TargetLaw, draw_tokens
 from specflow.tree import chain
 from specflow.types import PAD, DraftBlock
 from specflow.verify import BlockRule, Rejection, block_odds, residual
-from tables import CPU, GAMMA, KINDS, RULES_BY_NAME, Models, Outcome, block_outcome, chance, law_error
+
 
 def mean_accepted(models: Models, outcome: Outcome) -> float:
     return float((models.weights() @ outcome[0]) @ torch.arange(models.gamma + 1.0, dtype=torch.float64))

@@ -1,7 +1,11 @@
-"""Every shipped recipe reproduces vanilla token for token on a tiny model, for every K, batch and temperature."""
+"""Every shipped recipe reproduces vanilla token for token on a tiny model, for every K, batch and temperature.
+
+Networks without weights are small seeded ones here: what is proven is the computation, not the drafts.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,8 @@ from tiny import NumberText, tiny_target
 
 from specflow.build import LoadedTarget, build_engine
 from specflow.measure import check_counts
-from specflow.recipe import load_recipe
+from specflow.recipe import Recipe, load_recipe
+from specflow.rules import RULE_INFOS
 from specflow.types import Generation, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,20 +27,30 @@ WARM = Sampling(max_new_tokens=24, ignore_eos=True, seed=3, temperature=0.8, log
 
 
 def decode(recipe: Path, settings: list[str], sampling: Sampling) -> list[Generation]:
-    return build_engine(load_recipe(str(recipe), settings), TARGET).generate(PROMPTS, sampling)
+    return build_engine(loaded(recipe, settings), TARGET).generate(PROMPTS, sampling)
+
+
+def loaded(recipe: Path, settings: list[str]) -> Recipe:
+    return load_recipe(str(recipe), settings)
+
+
+@cache
+def vanilla(warm: bool) -> list[tuple[int, ...]]:
+    made = decode(ROOT / "recipes" / "vanilla.yaml", [], WARM if warm else GREEDY)
+    return [generation.tokens for generation in made]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["T0", "T0.8"])
+@pytest.mark.parametrize("warm", [False, True], ids=["T0", "T0.8"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_equals_vanilla_for_every_k(recipe: Path, sampling: Sampling, batch: int) -> None:
-    expected = decode(ROOT / "recipes" / "vanilla.yaml", [], sampling)
-    drafts = load_recipe(str(recipe)).draft is not None
+def test_recipe_equals_vanilla_for_every_k(recipe: Path, warm: bool, batch: int) -> None:
+    """With the rule that promises the same text; the others promise its law (tests/law)."""
+    drafts = loaded(recipe, []).draft is not None
     accepted = 0
     for k in range(1, 17) if drafts else (0,):
-        settings = [f"runtime.batch={batch}", *([f"draft.k={k}"] if drafts else [])]
-        got = decode(recipe, settings, sampling)
-        assert [g.tokens for g in got] == [e.tokens for e in expected], f"K = {k}"
+        settings = [f"runtime.batch={batch}", *([f"draft.k={k}", "verify.rule=match"] if drafts else [])]
+        got = decode(recipe, settings, WARM if warm else GREEDY)
+        assert [generation.tokens for generation in got] == vanilla(warm), f"K = {k}"
         for generation in got:
             check_counts(generation.counts)
             accepted += generation.counts.num_accepted_draft_tokens
@@ -45,8 +60,10 @@ def test_recipe_equals_vanilla_for_every_k(recipe: Path, sampling: Sampling, bat
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_other_lossless_rules_equal_vanilla_when_greedy(recipe: Path, rule: str) -> None:
-    if load_recipe(str(recipe)).draft is None:
+    if loaded(recipe, []).draft is None:
         return
-    expected = decode(ROOT / "recipes" / "vanilla.yaml", [], GREEDY)
+    engine = build_engine(loaded(recipe, []), TARGET)
+    if engine.exactness == "tie-exact" and not RULE_INFOS[rule].trees:
+        return  # a rule for chains refuses trees: tests/unit/test_graph.py
     got = decode(recipe, [f"verify.rule={rule}"], GREEDY)
-    assert [g.tokens for g in got] == [e.tokens for e in expected]
+    assert [generation.tokens for generation in got] == vanilla(False)

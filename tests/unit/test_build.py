@@ -70,7 +70,7 @@ def test_rule_and_length_are_made_before_the_target_is_loaded(monkeypatch: pytes
     def refuse(recipe: object) -> Any:
         raise ModelError("verify", "made too late")
 
-    monkeypatch.setattr(build, "_rule", refuse)
+    monkeypatch.setattr(build, "build_rule", refuse)
     monkeypatch.setattr(build, "load_target", lambda section: pytest.fail("loaded first"))
     with pytest.raises(ModelError, match="made too late"):
         build_engine(load_recipe(str(VANILLA)))

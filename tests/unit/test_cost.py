@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from specflow.cost import CostModel, ProfileKey, Timing, find_profile, load_prof
 from specflow.curves import Surface, isotonic
 from specflow.errors import DataError
 from specflow.measure import Spread
-from specflow.recipe import parse_recipe
+from specflow.recipe import load_recipe, parse_recipe, recipe_data, shipped_recipes
 
 LOADED = LoadedTarget(tiny_target(), NumberText())  # type: ignore[arg-type]
 NGRAM = parse_recipe({"draft": {"method": "ngram", "k": 8}})
@@ -135,7 +136,7 @@ def test_no_noise_makes_more_work_cheaper(
 def test_isotonic_never_falls_keeps_the_sum_and_leaves_order_alone(values: list[float]) -> None:
     fitted = isotonic(values)
     assert len(fitted) == len(values)
-    assert all(low <= high + 1e-12 for low, high in zip(fitted, fitted[1:], strict=False))
+    assert all(low <= high + 1e-12 for low, high in pairwise(fitted))
     assert sum(fitted) == pytest.approx(sum(values))
     assert isotonic(sorted(values)) == pytest.approx(sorted(values))
 
@@ -221,9 +222,7 @@ class TestFindingProfiles:
         assert find_profile(parse_recipe({"draft": {"method": "suffix", "k": 4}}), LOADED) is None
         assert find_profile(parse_recipe({}), LOADED) is None
 
-    def test_of_another_machine_it_says_what_differs(
-        self, model_cache: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_of_another_machine_it_says_what_differs(self, model_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
         path = self.keep({"draft": {"method": "ngram"}}, stair_model(), cpu_model="abacus")
         assert find_profile(NGRAM, LOADED) is None
         assert str(path) in caplog.text
@@ -237,9 +236,7 @@ class TestFindingProfiles:
         assert find_profile(NGRAM, LOADED) == wide
         assert "1 timings spread too wide to be trusted, such as overhead depth 0" in caplog.text
 
-    def test_a_damaged_one_is_reported_and_not_used(
-        self, model_cache: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_damaged_one_is_reported_and_not_used(self, model_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
         path = self.keep({"draft": {"method": "ngram"}}, stair_model())
         path.write_text(path.read_text()[:100])
         assert find_profile(NGRAM, LOADED) is None
@@ -257,3 +254,14 @@ def test_another_thread_count_is_another_key() -> None:
     assert here.stem == there.stem
     assert here.file_name != there.file_name
     assert here.file_name.startswith("tiny-float64-cpu-native-history.")
+
+
+def test_every_shipped_recipe_has_a_key_of_its_own_that_k_does_not_change() -> None:
+    recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
+    names = {name: ProfileKey.of(recipe, LOADED.target.info).file_name for name, recipe in recipes.items()}
+    drafts = {name: json.dumps(recipe_data(recipe).get("draft"), sort_keys=True) for name, recipe in recipes.items()}
+    assert len({*names.values()}) == len({*drafts.values()})
+    for name, recipe in recipes.items():
+        if recipe.draft is not None:
+            other = load_recipe(name, ["draft.k=2"])
+            assert ProfileKey.of(other, LOADED.target.info).file_name == names[name]

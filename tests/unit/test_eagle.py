@@ -16,9 +16,11 @@ from torch import Tensor
 
 from specflow.draft.base import SourceContext
 from specflow.draft.sources.eagle import SOURCE, EagleConfig, build, default_taps
-from specflow.errors import CheckpointError, GraphError
+from specflow.errors import CheckpointError
 from specflow.graph import DecodeGraph
 from specflow.noise import RoundNoise
+from specflow.recipe import parse_recipe
+from specflow.recipe_draft import DraftSection
 from specflow.types import BlockShape, DraftBudget, Sampling
 
 REDUCED = torch.arange(1, VOCAB, 3)
@@ -190,7 +192,9 @@ def test_a_third_eagle_that_says_what_the_target_says_is_always_right(tmp_path: 
 
 
 @pytest.mark.parametrize("shape", ["chain", "beam", "static"])
-@pytest.mark.parametrize("options", [{"variant": 1}, {"fc_norm": True, "norm_output": True, "draft_vocab_size": 25}])
+@pytest.mark.parametrize(
+    "options", [{"variant": 1}, {"fc_norm": True, "norm_output": True, "draft_vocab_size": 25}], ids=["first", "third"]
+)
 def test_text_equals_vanilla(options: dict[str, Any], shape: str) -> None:
     config = EagleConfig(shape=shape, nodes=10, branch=3, **options)  # type: ignore[arg-type]
     same_text(lambda k: build(config, SourceContext(target=TARGET, k=k, draw="coupled")), TARGET)
@@ -208,14 +212,14 @@ def test_a_confidence_head_says_how_likely_tokens_are_to_stand() -> None:
     assert bool(((block.confidence > 0) & (block.confidence < 1)).all())
 
 
-def test_sampled_blocks_may_not_be_shortened_by_their_own_tokens() -> None:
-    context = SourceContext(target=TARGET, k=4, draw="sampled", confidence=True)
-    with pytest.raises(GraphError, match="confidence head"):
-        build(EagleConfig(), context)
-    build(EagleConfig(confidence_head=True), context)
-
-
-def test_presets_are_points_of_the_grid() -> None:
-    graph = DecodeGraph().target().source("eagle", variant=1, shape="beam", confidence_head=True)
-    assert graph.nodes()[1].part in ("eagle", "commit")
-    assert set(SOURCE.presets()) == {"eagle", "eagle2", "eagle3"}
+def test_a_confidence_head_over_eagle_is_one_line_of_a_recipe() -> None:
+    for method, fixed in SOURCE.presets().items():
+        draft = {"method": method, "k": 3, "confidence_head": True}
+        recipe = parse_recipe({"name": "x", "draft": draft, "verify": {"rule": "match"}}, "here")
+        DecodeGraph.from_recipe(recipe).check()
+        assert isinstance(recipe.draft, DraftSection)
+        assert recipe.draft.method == method
+        options = recipe.draft.options
+        assert isinstance(options, EagleConfig)
+        assert options.confidence_head
+        assert {name: getattr(options, name) for name in fixed} == fixed

@@ -54,6 +54,13 @@ def test_a_small_law_equals_its_dense_form(kind: str, dtype: torch.dtype) -> Non
             assert law.excess_at(torch.tensor(node), scaled).equal(whole[ROWS, node])
             assert law.excess_at(torch.tensor(node), scaled).dtype == dtype
             assert scaled.equal(kept)
+        for node in ([0, 3], [2, 1]):
+            assert law.row(torch.tensor(node)).equal(probs[ROWS, node])
+        for width in (0, 1, 4):
+            narrow = law.narrow(width)
+            assert narrow.prob().equal(law.prob()[:, :width])
+            assert narrow.excess_mass(scale[:, :width], p[:, :width]).equal(law.excess_mass(scale, p)[:, :width])
+            assert narrow.is_point == law.is_point
     assert p.equal(before)  # the caller's tensors stay as they were
     assert small.is_point == (kind == "point")
     assert not dense.is_point
@@ -77,6 +84,7 @@ def test_unused_candidates_say_nothing_and_repeated_ones_add_up() -> None:
     tokens = torch.tensor([[0]])
     law = Sparse(tokens, torch.tensor([[[0, 2, 0, PAD]]]), torch.tensor([[[0.25, 0.5, 0.25, 9.0]]]), 3)
     assert law.prob().tolist() == [[0.5]]
+    assert law.row(torch.tensor([0])).tolist() == [[0.5, 0.0, 0.5]]
     p = torch.tensor([[[0.75, 0.125, 0.125]]])
     assert law.excess_at(torch.tensor([0]), p[0]).tolist() == [[0.25, 0.125, 0.0]]
     assert law.excess_mass(torch.ones(1, 1), p).tolist() == [[0.375]]

@@ -81,7 +81,7 @@ def test_a_checkpoint_of_other_tensors_is_refused(tmp_path: Path, change: str) -
 
 def test_several_modules_have_their_own_parameters() -> None:
     network = network_of(MTPConfig(num_modules=3))
-    own = [{name: part for name, part in step.named_parameters()} for step in network.steps]
+    own = [dict(step.named_parameters()) for step in network.steps]
     for name in own[0]:
         first, second, third = (parameters[name] for parameters in own)
         assert len({part.data_ptr() for part in (first, second, third)}) == 3
@@ -126,7 +126,9 @@ def test_a_module_that_says_what_the_target_says_is_always_right(tmp_path: Path,
             assert done.counts.num_accepted_draft_tokens == done.counts.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"num_modules": 3}, {"unrolled": 5, "zero_first": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_modules": 3}, {"unrolled": 5, "zero_first": True}], ids=["one", "three", "unrolled"]
+)
 @pytest.mark.parametrize("shape", ["chain", "beam", "static"])
 def test_text_equals_vanilla(options: dict[str, int], shape: str) -> None:
     config = MTPConfig(shape=shape, nodes=10, branch=3, **options)  # type: ignore[arg-type]

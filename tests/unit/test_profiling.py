@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ from specflow.build import LoadedTarget, build_drafter, build_engine, build_rule
 from specflow.cost import CostModel
 from specflow.draft.base import Needs, Uniforms
 from specflow.engine import EngineParts
-from specflow.errors import DataError
+from specflow.errors import DataError, GraphError
 from specflow.length import Fixed
 from specflow.profiling import CONTEXTS, ROWS, Plan, Profiler, Stopwatch, make_plan
-from specflow.recipe import load_recipe
+from specflow.recipe import Recipe, load_recipe
 from specflow.types import DraftBlock, DraftBudget, Entry, Observation, Sampling
 from specflow.verify import Match
 
@@ -60,6 +61,10 @@ class Watched(Scripted):
             assert observation.features.taps[0].shape[1] >= observation.counts[index]
             self.text[row] += observation.tokens[index]
 
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.text = {index: self.text[row] for index, row in enumerate(rows)}
+
     def propose(self, anchors: Sequence[int], budget: DraftBudget, uniforms: Uniforms) -> DraftBlock | None:
         assert [self.text[row][-1] for row in range(len(anchors))] == list(anchors)
         self.asked.append((budget.widest, tuple(len(self.text[row]) - 1 for row in range(len(anchors)))))
@@ -94,7 +99,7 @@ def test_overhead_is_measured_in_real_rounds_with_and_without_a_draft() -> None:
     assert {t.size for t in model.overhead} == {0}  # it has no text to be right about, so it drafts nothing
     assert {t.seconds.count for t in model.overhead} == {6}
     copying = load_recipe("ngram", ["draft.k=4", "sampling.logit_bias={9: 99.0}"])
-    made = EngineParts(TARGET, NumberText(), build_rule(copying), Fixed(4), build_drafter(copying, LOADED))  # type: ignore[arg-type]
+    made = parts_of(copying, 4)
     found = Profiler(made, make_plan(made, 4, SMALL, stretch=False), copying.sampling).measure()
     assert min(t.size for t in found.overhead) == 0 < max(t.size for t in found.overhead) <= 4
     assert all(0 < t.seconds.median < 1 for t in found.overhead)
@@ -113,7 +118,8 @@ def test_drafts_are_asked_for_at_their_context_and_told_the_truth() -> None:
 
 
 def test_the_order_of_the_points_changes_from_pass_to_pass() -> None:
-    made, done = parts(), []
+    made = parts()
+    done: list[str] = []
     plan = make_plan(made, 0, Plan((1, 2, 3, 4), (10, 20, 30), (1,), repeat=3), stretch=False)
     Profiler(made, plan, Sampling(), Ticks()).measure(done.append)
     size = plan.num_points
@@ -144,8 +150,7 @@ def test_trees_and_blocks_that_enter_the_target_have_their_own_passes() -> None:
             block = super().propose(anchors, budget, uniforms)
             assert block is not None
             hidden = torch.zeros(len(anchors), block.num_nodes + 1, TARGET.info.hidden_size, dtype=torch.float64)
-            fields = ("tokens", "lengths", "topology", "law")
-            return DraftBlock(*(getattr(block, name) for name in fields), entry=Entry(1, hidden))
+            return replace(block, entry=Entry(1, hidden))
 
     early = measured(Entering())
     assert {t.size for t in early.own_blocks} == {1, 2, 3, 4}
@@ -166,8 +171,8 @@ def test_a_budget_ends_the_measuring_with_fewer_repeats() -> None:
 
 def test_a_budget_too_small_for_one_pass_is_an_error_not_a_model() -> None:
     made = parts()
-    plan = make_plan(made, 0, Plan((1, 4), (10,), (1,), budget_s=4.0), stretch=False)
-    with pytest.raises(DataError, match=r"--budget 4: 1 of 3 points measured"):
+    plan = make_plan(made, 0, Plan((1, 4), (10,), (1,), budget_s=7.0), stretch=False)
+    with pytest.raises(DataError, match=r"--budget 7: 1 of 3 points measured"):
         Profiler(made, plan, Sampling(), Ticks()).measure()
 
 
@@ -192,18 +197,25 @@ def test_depths_end_where_the_drafter_does() -> None:
     assert make_plan(parts(Oracle()), 20, SMALL, stretch=False).depths == (1, 2, 3, 4, 6, 8, 12, 16, 20)
 
 
+def parts_of(recipe: Recipe, k: int) -> EngineParts:
+    """On a tiny target; on a deep one where the recipe names layers that a tiny one does not have."""
+    try:
+        return EngineParts(TARGET, LOADED.codec, build_rule(recipe), Fixed(k), build_drafter(recipe, LOADED))
+    except GraphError:
+        deep = LoadedTarget(tiny_target(layers=30), LOADED.codec)
+        return EngineParts(deep.target, deep.codec, build_rule(recipe), Fixed(k), build_drafter(recipe, deep))
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_shipped_recipe_can_be_profiled_and_decodes_as_before(recipe: Path) -> None:
+def test_every_shipped_recipe_can_be_profiled(recipe: Path) -> None:
     loaded = load_recipe(recipe)
     k = min(loaded.draft.k, 3) if loaded.draft else 0
-    made = EngineParts(
-        TARGET, NumberText(), build_rule(loaded), Fixed(k), build_drafter(loaded, LOADED)  # type: ignore[arg-type]
-    )
+    made = parts_of(loaded, k)
     plan = make_plan(made, k, Plan((1, 4), (12, 40), (1, 2), repeat=2), stretch=False)
     model = Profiler(made, plan, loaded.sampling).measure()
     assert bool(model.draft) == (loaded.draft is not None)
     assert all(timing.seconds.median > 0 for timing in (*model.target, *model.draft, *model.overhead))
-    assert model.round_s(k, 2, 40) >= model.round_s(0, 2, 40) * 0.99
+    assert model.round_s(k, 2, 40) > model.verify_s(k, 2, 40)
 
 
 def test_a_stopwatch_returns_what_the_work_does() -> None:

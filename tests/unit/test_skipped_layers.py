@@ -29,8 +29,8 @@ from specflow.types import DraftBudget, Generation, Sampling, Skip
 from specflow.verify import BlockRule, Match, Rule
 
 PROMPTS = [[5, 9, 33, 17, 40, 41] * 3, [7], [3, 4, 5, 9], [11] * 58]
-GREEDY = Sampling(max_new_tokens=30, ignore_eos=True, seed=3)
-WARM = Sampling(max_new_tokens=30, ignore_eos=True, seed=3, temperature=0.9, top_k=20)
+GREEDY = Sampling(max_new_tokens=20, ignore_eos=True, seed=3)
+WARM = Sampling(max_new_tokens=20, ignore_eos=True, seed=3, temperature=0.9, top_k=20)
 SKIPS = {"skip_attention": (1,), "skip_mlp": (2,)}
 LAYERS = 4
 
@@ -56,6 +56,15 @@ def decode(
     return Engine(whole, EngineSettings(batch=batch, prefill_chunk=8)).generate(PROMPTS, sampling)
 
 
+def vanilla(sampling: Sampling, kind: str = "float64") -> list[tuple[int, ...]]:
+    return _vanilla(sampling is WARM, kind)
+
+
+@cache
+def _vanilla(warm: bool, kind: str) -> list[tuple[int, ...]]:
+    return texts(decode(None, WARM if warm else GREEDY, target_of(kind)))
+
+
 def texts(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
     return [generation.tokens for generation in generations]
 
@@ -69,7 +78,7 @@ TAIL = {"leave_out": "tail", "exit_layer": 3}
 @pytest.mark.parametrize("options", [SKIPS, TAIL, {**TAIL, "adapter_rank": 4}], ids=["skip", "exit", "adapter"])
 def test_text_is_vanillas(options: dict[str, Any], sampling: Sampling, draw: str, k: int, batch: int) -> None:
     found = decode(drafting(options, k, draw), sampling, batch=batch)
-    assert texts(found) == texts(decode(None, sampling))
+    assert texts(found) == vanilla(sampling)
     counts = merge_counts(generation.counts for generation in found)
     assert 0 < counts.num_accepted_draft_tokens < counts.num_draft_tokens or "adapter_rank" in options
 
@@ -77,7 +86,8 @@ def test_text_is_vanillas(options: dict[str, Any], sampling: Sampling, draw: str
 @pytest.mark.parametrize("kind", ["float64", "adapter"])
 @pytest.mark.parametrize("options", [{}, {"leave_out": "tail", "exit_layer": LAYERS}], ids=["skip", "exit"])
 @pytest.mark.parametrize(
-    ("sampling", "draw", "rule"), [(GREEDY, "greedy", Match()), (WARM, "coupled", Match()), (WARM, "sampled", BlockRule())]
+    ("sampling", "draw", "rule"),
+    [(GREEDY, "greedy", Match()), (WARM, "coupled", Match()), (WARM, "sampled", BlockRule())],
 )
 def test_with_nothing_left_out_every_draft_stands(
     options: dict[str, Any], sampling: Sampling, draw: str, rule: Rule, kind: str
@@ -88,20 +98,31 @@ def test_with_nothing_left_out_every_draft_stands(
     assert counts.num_accepted_draft_tokens == counts.num_draft_tokens > 0
 
 
+@pytest.mark.parametrize("options", [SKIPS, TAIL], ids=["skip", "exit"])
+@pytest.mark.parametrize("shape", ["beam", "static"])
+def test_trees_over_the_targets_own_cache(options: dict[str, Any], shape: str) -> None:
+    expected = vanilla(GREEDY)
+    drafter = drafting({**options, "shape": shape, "nodes": 8, "branch": 4}, 3)
+    for batch in (1, 4):
+        found = decode(drafter, GREEDY, batch=batch, length=Fixed(3))
+        assert texts(found) == expected
+        assert merge_counts(generation.counts for generation in found).num_accepted_draft_tokens > 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [SKIPS, TAIL], ids=["skip", "exit"])
 def test_text_is_vanillas_in_packed_types_where_the_target_promises_bits(options: dict[str, Any], dtype: str) -> None:
     target = target_of(dtype)
     for batch in (1, 4):
         found = decode(drafting(options, 5, target=target), GREEDY, target, batch=batch)
-        same = texts(found) == texts(decode(None, GREEDY, target))
+        same = texts(found) == vanilla(GREEDY, dtype)
         assert same or target.info.exactness != "bit-exact"
     assert dtype == "float32" or target.info.exactness == "bit-exact"
 
 
 @pytest.mark.parametrize("options", [SKIPS, TAIL], ids=["skip", "exit"])
 def test_chains_that_end_early_and_differ_in_length(options: dict[str, Any]) -> None:
-    expected = texts(decode(None, GREEDY))
+    expected = vanilla(GREEDY)
     drafter = drafting(options, 8)
     assert texts(decode(drafter, GREEDY, batch=4, length=Additive(8, start=1))) == expected
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import ALL, NATIVE, gap, make_native, make_model, make_target, make_tokens, prefilled, score
+from families import ALL, NATIVE, gap, make_model, make_native, make_target, make_tokens, prefilled, score
 from test_target import BOTH, EXACT, tree_mask
 
 LEVELS = ((1, (0, 0)), (3, (1, 1, 2)), (6, (4,)))

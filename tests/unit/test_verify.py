@@ -100,6 +100,70 @@ def test_block_verification_may_accept_past_a_refused_node() -> None:
     assert Rejection().verify(block, law_of_probs(p), given).accepted.tolist() == [0]
 
 
+class Table(RoundNoise):
+    """The given accept numbers, and one number for whatever is drawn."""
+
+    def __init__(self, accept: list[float], drawn: float = 0.5) -> None:
+        super().__init__([0], [0], CPU)
+        self._accept, self._drawn = torch.tensor([accept], dtype=torch.float64), torch.tensor([drawn]).double()
+
+    def nodes(self, stream: str, num_nodes: int) -> Tensor:
+        return self._accept
+
+    def once(self, stream: str) -> Tensor:
+        return self._drawn
+
+
+def row(*first: float) -> list[float]:
+    return [*first, *[0.0] * (VOCAB - len(first))]
+
+
+def test_rejection_tries_siblings_one_after_another() -> None:
+    """p = (.2 .3 .5), q = (.6 .2 .2), drawn 0 then 1; by hand.
+
+    Node 0 stands below .2 / .6. A refusal leaves p' = (0 .1 .3) / .4 and q' = (0 .5 .5), so node 1 stands below
+    .25 / .5; a second refusal leaves token 2 alone.
+    """
+    p = torch.tensor([[row(0.2, 0.3, 0.5), row(1.0), row(1.0)]], dtype=torch.float64)
+    q = torch.tensor([[row(0.6, 0.2, 0.2)] * 2], dtype=torch.float64)
+    tokens = torch.tensor([[0, 1]])
+    topology = from_parents(torch.tensor([[-1, -1]]), max_depth=1, max_siblings=2)
+    block = DraftBlock(tokens, (2,), topology, Dense(tokens, q), without_replacement=True)
+    for accept, path, first in (
+        ([0.33, 0.99], [0, 1], 0),
+        ([0.34, 0.49], [0, 2], 1),
+        ([0.34, 0.51], [0, PAD], 2),
+    ):
+        verdict = Rejection().verify(block, law_of_probs(p), Table(accept))
+        assert verdict.path.tolist() == [path]
+        assert int(verdict.tokens[0, 0]) == first
+
+
+def test_rejection_of_ranked_siblings_takes_their_mass_away() -> None:
+    """p = (.2 .3 .5), children 1 then 0: node 0 stands below .3, node 1 below .2 / .7, else token 2 follows."""
+    p = torch.tensor([[row(0.2, 0.3, 0.5), row(1.0), row(1.0)]], dtype=torch.float64)
+    block = tree_block([1, 0], [-1, -1])
+    for accept, first in (([0.29, 0.99], 1), ([0.31, 0.28], 0), ([0.31, 0.29], 2)):
+        verdict = Rejection().verify(block, law_of_probs(p), Table(accept))
+        assert int(verdict.tokens[0, 0]) == first
+        assert verdict.accepted.tolist() == [int(first != 2)]
+
+
+def test_the_token_after_a_leaf_of_a_tree_is_plain_decodings() -> None:
+    """Nothing was refused there, so the number of its position is used."""
+    p = torch.rand(1, 3, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p[0, 0] = torch.tensor(row(0.0, 0.0, 1.0))
+    p = p / p.sum(-1, keepdim=True)
+    seen = set()
+    for seed in range(20):
+        noise = RoundNoise([seed], [10], CPU)
+        verdict = Rejection().verify(tree_block([2, 3], [-1, -1]), law_of_probs(p), noise)
+        plain = Match().verify(tree_block([2, 3], [-1, -1]), law_of_probs(p), noise)
+        assert verdict.tokens.tolist() == plain.tokens.tolist()
+        seen.add(int(verdict.tokens[0, 1]))
+    assert len(seen) > 1
+
+
 @pytest.mark.parametrize("rule", [Rejection(), BlockRule()])
 def test_equal_laws_accept_everything_and_never_divide_by_zero(rule: Rejection | BlockRule) -> None:
     p = torch.randn(1, 5, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)

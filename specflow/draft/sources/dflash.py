@@ -48,7 +48,8 @@ SOURCE = SourceInfo(
     config=DFlashConfig,
     dependency=("parallel", "parallel+corrector"),
     build=build,
-    offers=("marginals",),
+    offers=("marginals", "confidence"),
     law="sampled",
     reads=("tokens", "features"),
+    confidence_from="self",
 )

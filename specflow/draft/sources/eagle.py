@@ -126,7 +126,7 @@ def build(config: EagleConfig, context: SourceContext) -> Drafter:
 
     Raises:
         CheckpointError: The weights do not fit the options or the target.
-        GraphError: The options do not fit each other or the rule.
+        GraphError: The options do not fit k.
     """
     from specflow.draft.checkpoint import open_weights, read_options
     from specflow.draft.feature_model import feature_drafter
@@ -144,7 +144,7 @@ SOURCE = SourceInfo(
     offers=("logits", "confidence"),
     law="sampled",
     reads=("tokens", "features"),
-    confidence_from="prefix",
+    confidence_from="self",
     methods={
         "eagle": {"variant": 1, "shape": "chain"},
         "eagle2": {"variant": 1, "shape": "beam"},

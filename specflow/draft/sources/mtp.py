@@ -95,7 +95,7 @@ def build(config: MTPConfig, context: SourceContext) -> Drafter:
 
     Raises:
         CheckpointError: The weights do not fit the options or the target.
-        GraphError: The options do not fit each other or the rule.
+        GraphError: The options do not fit k.
     """
     from specflow.draft.checkpoint import open_weights, read_options
     from specflow.draft.feature_model import feature_drafter
@@ -114,5 +114,5 @@ SOURCE = SourceInfo(
     offers=("logits", "confidence"),
     law="sampled",
     reads=("tokens", "features"),
-    confidence_from="prefix",
+    confidence_from="self",
 )
