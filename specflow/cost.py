@@ -234,7 +234,7 @@ class ProfileKey:
     """What a profile belongs to. Everything is as JSON gives it back."""
 
     target: Mapping[str, Any]
-    draft: Mapping[str, Any] | None  # the draft section without k; None for plain decoding
+    draft: Mapping[str, Any] | None  # the draft section without any k; None for plain decoding
     machine: Mapping[str, Any]  # facts that decide speed
 
     @classmethod
@@ -242,7 +242,7 @@ class ProfileKey:
         """The key of a recipe with its target loaded, on this machine as it is set up now."""
         dtype = str(info.dtype).removeprefix("torch.")
         target = {"name": info.name, "dtype": dtype, "device": str(info.device), "runtime": info.runtime}
-        draft = None if recipe.draft is None else recipe.draft.model_dump(mode="json", exclude={"k"})
+        draft = None if recipe.draft is None else _without_k(recipe.draft.model_dump(mode="json"))
         return cls(target, draft, _machine(info))
 
     @property
@@ -265,6 +265,16 @@ class ProfileKey:
                 if here.get(name) != there.get(name):
                     found.append(f"{part} {name}: {there.get(name)!r} there, {here.get(name)!r} here")
         return found
+
+
+def _without_k(section: dict[str, Any]) -> dict[str, Any]:
+    """A draft section of any length; where it combines sources, each of them."""
+    parts = {key: [_without_k(part) for part in value] for key, value in section.items() if _are_sections(value)}
+    return {key: parts.get(key, value) for key, value in section.items() if key != "k"}
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(part, dict) for part in value)
 
 
 def _digest(value: Any) -> str:

@@ -66,12 +66,14 @@ class _Plane:
 
 
 def _fitted(points: Sequence[Point]) -> _Plane:
+    """Lines through the points. No base is below all measured seconds: noise must not make a pass cost nothing."""
+    least = min(seconds for _, _, _, seconds in points)
     start = min(context for _, _, context, _ in points)
     sizes = sorted({size for size, _, _, _ in points})
     lines = [[(context - start, seconds) for size, _, context, seconds in points if size == each] for each in sizes]
     slopes = isotonic([_slope(line) for line in lines])
     bases = [sum(y - slope * x for x, y in line) / len(line) for line, slope in zip(lines, slopes, strict=True)]
-    return _Plane(sizes, isotonic(bases), slopes, start)
+    return _Plane(sizes, [max(least, base) for base in isotonic(bases)], slopes, start)
 
 
 def _slope(line: Sequence[tuple[int, float]]) -> float:

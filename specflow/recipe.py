@@ -274,7 +274,7 @@ def explain(
         return Problem(path, word(detail["input"]), f"one of: {', '.join(choices)}", nearest(detail["input"], choices))
     if kind in ("too_short", "too_long"):
         wanted = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
-        return Problem(path, f"{context['actual_length']} items", wanted)
+        return Problem(path, f"a list of {context['actual_length']}", wanted)
     if kind == "value_error":
         return Problem(path, detail["msg"].removeprefix("Value error, "), "")
     if kind == "string_pattern_mismatch" and section is not None and path[-1] in section.model_fields:

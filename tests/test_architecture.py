@@ -15,7 +15,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("specflow", "tuner")
 
-DECLARATIVE = ("recipe", "recipe_sections", "recipe_yaml", "graph", "graph_parts", "graph_checks", "draw", "svg")
+DECLARATIVE = (
+    "recipe",
+    "recipe_draft",
+    "recipe_sections",
+    "recipe_yaml",
+    "graph",
+    "graph_parts",
+    "graph_checks",
+    "draw",
+    "svg",
+)
 """What a user writes and sees: recipes, graphs and their pictures."""
 
 VERIFY = ("verify", "verify_rows", "verify_tree")
@@ -27,8 +37,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("calibration", "device", "tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance"),
     ("target", "draft", *VERIFY, *LENGTH, "text", "request", "handover"),
     ("engine", *DECLARATIVE),
+    ("cost", "curves", "plot"),
     ("build",),
-    ("bench",),
+    ("bench", "profiling"),
+    ("search",),
     ("cli", "__main__"),
 )
 """Parts of specflow by level: a part imports parts of its own level and below, never above."""

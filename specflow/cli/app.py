@@ -7,7 +7,7 @@ import os
 
 import typer
 
-from specflow.cli import bench, demo, doctor, models, recipes, run, schema, show, validate
+from specflow.cli import bench, demo, doctor, models, profile, recipes, run, schema, search, show, validate
 
 __all__ = ["app"]
 
@@ -35,6 +35,8 @@ def configure(
 app.command("run")(run.run)
 app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
+app.command("profile")(profile.profile)
+app.command("search")(search.search)
 app.command("show")(show.show)
 app.command("validate")(validate.validate)
 app.command("schema")(schema.schema)

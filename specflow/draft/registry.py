@@ -55,7 +55,7 @@ class SourceInfo:
     config: type[BaseModel]
     dependency: tuple[str, ...]
     build: Callable[[Any, SourceContext], Drafter]
-    axis: Axis = "target_features"
+    axis: Axis
     offers: tuple[str, ...] = ("tokens",)
     law: Literal["point", "sampled", "unknown"] = "point"
     reads: tuple[Literal["tokens", "features"], ...] = ("tokens",)

@@ -6,55 +6,137 @@ import pkgutil
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import combinations
 
 import pytest
 import torch
 from pydantic import ValidationError
+from tiny import VOCAB, NumberText, tiny_target
 
 from specflow.draft import sources
-from specflow.draft.base import Drafter, SourceContext
+from specflow.draft.base import SourceContext
 from specflow.draft.dependency import DEPENDENCIES
 from specflow.draft.registry import SourceInfo, discover
-from specflow.types import PAD, DraftBlock, DraftBudget, Observation
+from specflow.handover import Prompt, empty_block, features_of, prefill, score_block
+from specflow.noise import RoundNoise
+from specflow.recipe import parse_recipe
+from specflow.recipe_draft import SourceSection
+from specflow.target.transformer import NativeTarget
+from specflow.tree import path_to
+from specflow.types import PAD, DraftBlock, DraftBudget, Observation, Sampling
 
-VOCAB = 61
-K = 5
+K = 4
+CHUNK = 16  # prompt tokens of a pass
+CPU = torch.device("cpu")
+WARM = Sampling(temperature=0.8)
 FILES = sorted(module.name for module in pkgutil.iter_modules(sources.__path__) if not module.name.startswith("_"))
-BUILDS = [
-    pytest.param(info, options, id=method)
-    for info in discover().values()
-    for method, options in info.presets().items()
-    if "features" not in info.reads and "logits" not in info.offers
-]
-"""Sources that draft from committed tokens alone. The others need a model and weights: their suites bring them."""
+Options = dict[str, object]
 
 
-class Keyed:
-    def uniform(self, stream: str, row: int, position: int) -> float:
-        return random.Random(f"{stream} {row} {position}").random()
+def _builds() -> Iterator[object]:
+    """Every preset; one that drafts trees of its own accord as a chain, too."""
+    for info in discover().values():
+        for method in info.presets():
+            section = parse_recipe({"draft": {"method": method}}).draft
+            yield pytest.param({"method": method}, id=method)
+            if getattr(section, "shape", "chain") != "chain" and "shape" not in info.presets()[method]:
+                yield pytest.param({"method": method, "shape": "chain"}, id=f"{method}-chain")
 
 
-def built(info: SourceInfo, options: dict[str, object], prompts: Sequence[Sequence[int]]) -> Drafter:
-    target = SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB, device=torch.device("cpu")))
-    drafter = info.build(info.config(**options), SourceContext(target=target, k=K))  # type: ignore[arg-type]
-    drafter.reset(len(prompts))
-    for row, prompt in enumerate(prompts):
-        drafter.start(row, prompt)
-    return drafter
+every_build = pytest.mark.parametrize("options", list(_builds()))
 
 
-def commit(drafter: Drafter, texts: list[list[int]], new: Sequence[Sequence[int]]) -> None:
-    starts = tuple(len(text) - 1 for text in texts)
-    tokens = tuple(tuple(each) for each in new)
-    drafter.observe(Observation(tokens, starts, tuple(map(len, new))), range(len(texts)))
-    for text, each in zip(texts, new, strict=True):
-        text.extend(each)
+@cache
+def target() -> NativeTarget:
+    return tiny_target()
 
 
-def propose(drafter: Drafter, texts: Sequence[Sequence[int]], *budget: int) -> DraftBlock | None:
-    return drafter.propose([text[-1] for text in texts], DraftBudget(budget), Keyed())
+class Session:
+    """A drafter beside the tiny target, driven as the engine drives it, except that a script says what is accepted.
+
+    Every request is told apart by the seed it came with, so that it draws the same numbers in any row.
+    """
+
+    def __init__(self, options: Options, prompts: Sequence[Sequence[int]]) -> None:
+        section = parse_recipe({"draft": {"k": K, **options}}).draft
+        assert isinstance(section, SourceSection)
+        self.options, self.info = options, section.info
+        context = SourceContext(target(), K, section.dependency, "sampled", confidence=True, codec=NumberText())  # type: ignore[arg-type]
+        self.drafter = section.info.build(section.options, context)
+        self.reset(prompts, range(len(prompts)))
+
+    def reset(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        self.cache = target().new_cache(len(prompts), 256 + self.drafter.num_nodes + 1)
+        self.texts: list[list[int]] = [[] for _ in prompts]
+        self.seeds = list(seeds)
+        self.drafter.reset(len(prompts), self.cache)
+        for row, prompt in enumerate(prompts):
+            self.admit(row, prompt, seeds[row])
+
+    def admit(self, row: int, text: Sequence[int], seed: int) -> None:
+        """Prefill all tokens but the last, which is the request's first own one; the same text may be a prompt."""
+        *prompt, anchor = text if len(text) > 1 else [*text, 4]
+        self.texts[row], self.seeds[row] = [*prompt, anchor], seed
+        self.cache.clear(row)
+        self.drafter.start(row, prompt, WARM)
+        view = self.cache.row(row)
+        output, begin = prefill(target(), view, Prompt(tuple(prompt), CHUNK, row), self.drafter)
+        begin = begin if self.drafter.needs.any else len(prompt) - 1
+        tokens = (*prompt[begin + 1 :], anchor)
+        features = features_of(output, self.drafter.needs)
+        self.drafter.observe(Observation((tokens,), (begin,), (len(tokens),), features), [row])
+
+    def propose(self, *budget: int) -> DraftBlock | None:
+        noise = RoundNoise(self.seeds, tuple(self.cache.lengths), CPU)
+        return self.drafter.propose([text[-1] for text in self.texts], DraftBudget(budget), noise)
+
+    def commit(self, block: DraftBlock | None, accepted: Sequence[int], new: Sequence[int]) -> None:
+        """Accept as many tokens of each row's deepest path as the script says and exist, then add its new token."""
+        block = block or empty_block(len(self.texts), VOCAB, CPU)
+        anchors = [text[-1] for text in self.texts]
+        output = score_block(target(), self.cache, anchors, block, self.drafter.needs)
+        path = path_to(block.topology, torch.tensor([_deepest(block, b, most) for b, most in enumerate(accepted)]))
+        tokens = []
+        for row, token in enumerate(new):
+            nodes = [node - 1 for node in path[row, 1:].tolist() if node > 0]
+            tokens.append((*block.tokens[row, nodes].tolist(), token))
+            self.texts[row].extend(tokens[-1])
+        counts, starts = tuple(map(len, tokens)), tuple(self.cache.lengths)
+        chain = block.topology.is_chain
+        self.cache.keep(counts, None if chain else path)
+        features = features_of(output, self.drafter.needs, None if chain else path)
+        own = tuple(count - 1 for count in counts) if chain else ()
+        self.drafter.observe(Observation(tuple(tokens), starts, counts, features, own), range(len(new)))
+
+    def play(self, rng: random.Random, rounds: int, mode: str = "mixed") -> None:
+        """Rounds in which all drafts stand, or none, or some; now and then a round that does not draft."""
+        for _ in range(rounds):
+            most = [rng.choice([0, 1, K, K]) if mode == "mixed" else K for _ in self.texts]
+            block = self.propose(*most)
+            accepted = [{"all": K, "none": 0}.get(mode, rng.randint(0, K)) for _ in self.texts]
+            self.commit(block, accepted, text(rng, len(self.texts)))
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
+        self.drafter.select(rows)
+        self.texts = [self.texts[row] for row in rows]
+        self.seeds = [self.seeds[row] for row in rows]
+
+    def again(self, *rows: int) -> Session:
+        """A drafter that has seen nothing but the texts of these rows, as prompts."""
+        fresh = Session(self.options, [])
+        fresh.reset([self.texts[row] for row in rows], [self.seeds[row] for row in rows])
+        return fresh
+
+
+def _deepest(block: DraftBlock, row: int, most: int) -> int:
+    """Row of the pass of the first node at the greatest depth up to `most`; 0, the anchor's, where there is none."""
+    depth = block.topology.depth.expand(len(block.tokens), -1)[row].tolist()
+    there = [True, *(token != PAD for token in block.tokens[row].tolist())]
+    reached = [each if valid and each <= most else -1 for each, valid in zip(depth, there, strict=True)]
+    return reached.index(max(reached))
 
 
 def text(rng: random.Random, length: int) -> list[int]:
@@ -62,10 +144,33 @@ def text(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3, 7) for _ in range(length)]
 
 
-def same(one: DraftBlock | None, two: DraftBlock | None) -> bool:
-    if one is None or two is None:
-        return one is two
-    return one.lengths == two.lengths and torch.equal(one.tokens, two.tokens)
+def nodes(block: DraftBlock | None, row: int) -> list[tuple[int, ...]]:
+    """Path of tokens to each node of a row, in the order of the nodes."""
+    if block is None:
+        return []
+    parents = block.topology.parents.expand(len(block.tokens), -1)[row].tolist()
+    found: dict[int, tuple[int, ...]] = {-1: ()}
+    for node, (token, parent) in enumerate(zip(block.tokens[row].tolist(), parents, strict=True)):
+        if token != PAD:
+            found[node] = (*found[parent], token)
+    return list(found.values())[1:]
+
+
+def said(block: DraftBlock | None, row: int) -> list[tuple[float, ...]]:
+    """What a block says of each node of a row: the probability it was drawn with, and how sure its drafter is."""
+    if block is None:
+        return []
+    told = [block.law.prob(), *([] if block.confidence is None else [block.confidence])]
+    there = block.tokens[row] >= 0
+    return [tuple(each) for each in torch.stack([each[row].double() for each in told], dim=1)[there].tolist()]
+
+
+def check_same(one: DraftBlock | None, two: DraftBlock | None, rows: Sequence[tuple[int, int]] = ((0, 0),)) -> None:
+    """These pairs of rows hold the same nodes, drawn from the same law."""
+    for mine, its in rows:
+        assert nodes(one, mine) == nodes(two, its)
+        for mine_said, its_said in zip(said(one, mine), said(two, its), strict=True):
+            assert mine_said == pytest.approx(its_said, rel=1e-6)
 
 
 def test_every_file_of_the_folder_is_a_source() -> None:
@@ -84,9 +189,12 @@ def test_a_source_says_what_recipes_and_graph_need(info: SourceInfo) -> None:
     assert info.dependency
     for name in info.dependency:
         assert DEPENDENCIES[name].reads in info.offers
-    for options in info.presets().values():
-        info.config(**options)
+    for method in info.presets():
+        section = parse_recipe({"draft": {"method": method}}).draft
+        assert isinstance(section, SourceSection)
+        assert section.method == method
     assert info.remembers is None or info.remembers in info.config.model_fields
+    assert ("features" in info.reads) <= (info.axis == "target_features")
 
 
 def test_sources_are_found_without_torch() -> None:
@@ -100,82 +208,201 @@ def test_sources_are_found_without_torch() -> None:
     assert int(run.stdout) >= len(FILES)
 
 
-@pytest.mark.parametrize(("info", "options"), BUILDS)
-def test_blocks_are_well_formed_and_within_budget(info: SourceInfo, options: dict[str, object]) -> None:
+@every_build
+def test_blocks_are_well_formed_and_within_budget(options: Options) -> None:
     rng = random.Random(1)
-    texts = [text(rng, 30), text(rng, 2), [5] * 6]
-    drafter = built(info, options, texts)
+    session = Session(options, [text(rng, 30), [5], [5] * 6])
     drafted = 0
-    for _ in range(40):
-        budget = [rng.randint(0, K) for _ in texts]
-        block = propose(drafter, texts, *budget)
+    for _ in range(12):
+        budget = [rng.randint(0, K) for _ in session.texts]
+        block = session.propose(*budget)
         if block is not None:
-            assert block.tokens.dtype == torch.int64
-            assert block.tokens.shape == (3, max(block.lengths))
-            assert block.num_nodes > 0
-            for row, (length, most) in enumerate(zip(block.lengths, budget, strict=True)):
-                ids = block.tokens[row].tolist()
-                assert length <= most
-                assert all(0 <= token < VOCAB for token in ids[:length])
-                assert ids[length:] == [PAD] * (block.num_nodes - length)
-            assert block.law.is_point == (info.law == "point")
-            assert block.law.prob().shape == block.tokens.shape
-            drafted += sum(block.lengths)
-        commit(drafter, texts, [text(rng, rng.randint(1, 3)) for _ in texts])
+            check_block(session, block, budget)
+            drafted += sum(len(nodes(block, row)) for row in range(3))
+        session.commit(block, [rng.randint(0, K) for _ in budget], text(rng, 3))
     assert drafted
 
 
-@pytest.mark.parametrize(("info", "options"), BUILDS)
-def test_no_budget_no_block(info: SourceInfo, options: dict[str, object]) -> None:
-    texts = [[5] * 9, [5] * 9]
-    assert propose(built(info, options, texts), texts, 0, 0) is None
+def check_block(session: Session, block: DraftBlock, budget: Sequence[int]) -> None:
+    assert block.tokens.dtype == torch.int64
+    assert 0 < block.num_nodes <= session.drafter.num_nodes
+    assert block.tokens.shape == block.law.prob().shape == (3, block.num_nodes)
+    assert block.topology.is_chain or session.drafter.branches
+    assert block.law.is_point or session.info.law != "point"
+    for row, (length, most) in enumerate(zip(block.lengths, budget, strict=True)):
+        paths = nodes(block, row)  # a node below PAD, or below a later node, would be missing its parent there
+        assert len(paths) <= length
+        assert length > 0 or most == 0 or not paths
+        assert max(map(len, paths), default=0) <= min(most, block.topology.max_depth)
+        assert all(0 <= token < VOCAB for path in paths for token in path)
+        assert len(set(paths)) == len(paths), "two siblings with one token"
+    there = block.tokens >= 0
+    assert (block.law.prob()[there] > 0).all()
+    if block.confidence is not None:
+        assert block.confidence.shape == block.tokens.shape
+        assert ((block.confidence[there] >= 0) & (block.confidence[there] <= 1)).all()
 
 
-@pytest.mark.parametrize(("info", "options"), BUILDS)
-def test_proposing_changes_nothing(info: SourceInfo, options: dict[str, object]) -> None:
+@every_build
+def test_no_budget_no_block(options: Options) -> None:
+    session = Session(options, [[5] * 9, [5] * 9])
+    assert session.propose(0, 0) is None
+    assert nodes(session.propose(0, K), 0) == []
+
+
+@every_build
+def test_proposing_changes_nothing(options: Options) -> None:
     rng = random.Random(2)
-    prompts = [text(rng, 20)]
-    one, two = built(info, options, prompts), built(info, options, prompts)
-    texts, twins = [list(prompts[0])], [list(prompts[0])]
-    for _ in range(20):
-        for _ in range(rng.randint(0, 3)):
-            propose(one, texts, rng.randint(0, K))
-        assert same(propose(one, texts, K), propose(two, twins, K))
-        new = [text(rng, 2)]
-        commit(one, texts, new)
-        commit(two, twins, new)
+    prompt = text(rng, 20)
+    one, two = Session(options, [prompt]), Session(options, [prompt])
+    for _ in range(5):
+        lengths = tuple(one.cache.lengths)
+        before = one.cache.data[:, :, :, :, : lengths[0]].clone()
+        for _ in range(rng.randint(1, 2)):
+            one.propose(rng.randint(0, K))
+        first, second = one.propose(K), two.propose(K)
+        check_same(first, second)
+        assert tuple(one.cache.lengths) == lengths
+        assert torch.equal(one.cache.data[:, :, :, :, : lengths[0]], before)
+        accepted, new = [rng.randint(0, K)], text(rng, 1)
+        one.commit(first, accepted, new)
+        two.commit(second, accepted, new)
 
 
-@pytest.mark.parametrize(("info", "options"), BUILDS)
-def test_a_row_drafts_as_if_it_were_alone(info: SourceInfo, options: dict[str, object]) -> None:
+@every_build
+@pytest.mark.parametrize("mode", ["all", "none", "mixed"])
+def test_what_was_kept_from_round_to_round_equals_reading_it_all_anew(options: Options, mode: str) -> None:
+    """The first two prompts are one token and several chunks long."""
     rng = random.Random(3)
-    texts = [text(rng, length) for length in (9, 25, 4)]
-    singles = [[list(each)] for each in texts]
-    together, alone = built(info, options, texts), [built(info, options, each) for each in singles]
-    for _ in range(20):
-        block = propose(together, texts, K, K, K)
-        new = [text(rng, rng.randint(1, 3)) for _ in texts]
-        for row, (drafter, single) in enumerate(zip(alone, singles, strict=True)):
-            own = propose(drafter, single, K)
-            length = block.lengths[row] if block else 0
-            assert length == (own.lengths[0] if own else 0)
-            if block and own:
-                assert block.tokens[row, :length].tolist() == own.tokens[0].tolist()
-            commit(drafter, single, [new[row]])
-        commit(together, texts, new)
+    session = Session(options, [[5], text(rng, 3 * CHUNK + 5), text(rng, 9)])
+    for _ in range(3):
+        session.play(rng, 3, mode)
+        expected = session.again(0, 1, 2).propose(K, K, K)
+        check_same(session.propose(K, K, K), expected, [(0, 0), (1, 1), (2, 2)])
 
 
-@pytest.mark.parametrize(("info", "options"), BUILDS)
-def test_select_start_and_reset_move_rows(info: SourceInfo, options: dict[str, object]) -> None:
+@every_build
+def test_a_row_drafts_as_if_it_were_alone(options: Options) -> None:
     rng = random.Random(4)
-    texts = [text(rng, 20), text(rng, 20), text(rng, 20)]
-    drafter = built(info, options, texts)
-    drafter.select([2, 0])
-    kept = [texts[2], texts[0]]
-    assert same(propose(drafter, kept, K, K), propose(built(info, options, kept), kept, K, K))
-    kept[1] = text(rng, 15)
-    drafter.start(1, kept[1])
-    assert same(propose(drafter, kept, K, K), propose(built(info, options, kept), kept, K, K))
-    drafter.reset(1)
-    drafter.start(0, texts[1])
-    assert same(propose(drafter, [texts[1]], K), propose(built(info, options, [texts[1]]), [texts[1]], K))
+    session = Session(options, [text(rng, length) for length in (9, 40, 1)])
+    for _ in range(3):
+        session.play(rng, 2)
+        together = session.propose(K, K, K)
+        for row in range(3):
+            check_same(session.again(row).propose(K), together, [(0, row)])
+
+
+@every_build
+def test_select_start_and_reset_move_rows(options: Options) -> None:
+    rng = random.Random(5)
+    session = Session(options, [text(rng, 20), text(rng, 12), text(rng, 40)])
+    both = [(0, 0), (1, 1)]
+    session.play(rng, 2)
+    session.select([2, 0])
+    check_same(session.propose(K, K), session.again(0, 1).propose(K, K), both)
+    session.admit(1, text(rng, 15), seed=7)
+    check_same(session.propose(K, K), session.again(0, 1).propose(K, K), both)
+    session.play(rng, 2)
+    check_same(session.propose(K, K), session.again(0, 1).propose(K, K), both)
+    fresh = text(rng, 20)
+    session.reset([fresh], [9])
+    check_same(session.propose(K), session.again(0).propose(K))
+
+
+@every_build
+def test_a_text_longer_than_the_drafter_was_made_for_goes_on_undrafted(options: Options) -> None:
+    config = parse_recipe({"draft": options}).draft.info.config  # type: ignore[union-attr]
+    if "max_positions" not in config.model_fields:
+        return
+    rng = random.Random(6)
+    session = Session({**options, "max_positions": 24}, [text(rng, 60), text(rng, 21)])
+    for _ in range(4):
+        block = session.propose(K, K)
+        assert nodes(block, 0) == []
+        assert max(map(len, nodes(block, 1)), default=0) <= max(0, 24 - len(session.texts[1]))
+        session.commit(block, [K, K], text(rng, 2))
+    assert len(session.texts[1]) > 24
+
+
+@every_build
+def test_a_round_asks_the_device_nothing(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(7)
+    session = Session(options, [text(rng, 20), text(rng, 9)])
+    for name, module in list(sys.modules.items()):
+        if name.startswith("specflow") and hasattr(module, "asking_is_free"):
+            monkeypatch.setattr(module, "asking_is_free", lambda device: False)
+
+    def forbidden(*_: object, **__: object) -> object:
+        raise AssertionError("host sync inside a round")
+
+    plain = session.drafter.propose, session.drafter.observe
+
+    def watched(call: object) -> object:
+        def run(*arguments: object) -> object:
+            with monkeypatch.context() as patch:
+                for name in (
+                    "item",
+                    "tolist",
+                    "__bool__",
+                    "__int__",
+                    "__float__",
+                    "__index__",
+                    "nonzero",
+                    "numpy",
+                    "cpu",
+                ):
+                    patch.setattr(torch.Tensor, name, forbidden)
+                patch.setattr(torch, "nonzero", forbidden)
+                return call(*arguments)  # type: ignore[operator]
+
+        return run
+
+    monkeypatch.setattr(session.drafter, "propose", watched(plain[0]))
+    monkeypatch.setattr(session.drafter, "observe", watched(plain[1]))
+    session.play(rng, 6)
+
+
+def parts_of(thing: object, seen: set[int]) -> Iterator[object]:
+    """Everything of ours that an object is made of, itself included; not what the target is made of."""
+    if id(thing) in seen or isinstance(thing, type | str | NativeTarget):
+        return
+    seen.add(id(thing))
+    inner: list[object] = []
+    if isinstance(thing, dict):
+        inner = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        inner = list(thing)
+    elif type(thing).__module__.startswith("specflow"):
+        slots = [name for each in type(thing).__mro__ for name in getattr(each, "__slots__", ())]
+        inner = [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in slots)]
+    yield thing
+    for each in inner:
+        yield from parts_of(each, seen)
+
+
+def weights_of(thing: object) -> list[torch.Tensor]:
+    return [
+        each
+        for each in parts_of(thing, set())
+        if isinstance(each, torch.Tensor) and each.ndim == 2 and each.is_floating_point() and each.numel() > 1
+    ]
+
+
+def test_repeated_blocks_have_parameters_of_their_own() -> None:
+    """`[Block()] * n` is one block with n names."""
+    compared = 0
+    for info in discover().values():
+        for method in info.presets():
+            drafter = Session({"method": method}, []).drafter
+            for group in parts_of(drafter, set()):
+                if not isinstance(group, list | tuple) or len(group) < 2 or isinstance(group[0], torch.Tensor):
+                    continue
+                for one, two in combinations(group, 2):
+                    if type(one) is type(two) and weights_of(one):
+                        assert one is not two, f"{method}: {type(one).__name__}"
+                        for mine, its in zip(weights_of(one), weights_of(two), strict=True):
+                            assert mine.shape != its.shape or not torch.equal(mine, its), (
+                                f"{method}: {type(one).__name__}"
+                            )
+                        compared += 1
+    assert compared

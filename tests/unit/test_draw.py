@@ -33,6 +33,7 @@ HEADS = SourceInfo(
     HeadOptions,
     ("parallel",),
     build=lambda config, context: pytest.fail("not built here"),
+    axis="target_features",
     offers=("marginals",),
     reads=("tokens", "features"),
 )

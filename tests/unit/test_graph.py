@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from specflow.errors import GraphError
 from specflow.graph import DecodeGraph, DraftFacts, Edge, Kind, TargetFacts
 from specflow.length import POLICIES
 from specflow.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from specflow.recipe_draft import COMBINED
 from specflow.rules import RULE_INFOS
 from specflow.types import Sampling
 
@@ -25,23 +27,46 @@ class HeadOptions(BaseModel):
     taps: tuple[int, ...] = (2, 15, 28)
 
 
+class StepOptions(BaseModel):
+    taps: tuple[int, ...] | None = None  # only a loaded target can tell
+    shape: str = "chain"
+
+
+class FixableOptions(BaseModel):
+    corrector: str | None = None
+    weights: str | None = None
+
+
 def made(name: str, **facts: Any) -> SourceInfo:
     """A source as an outside package might declare it."""
     facts = {"dependency": ("parallel",), "offers": ("marginals",), "reads": ("tokens", "features"), **facts}
-    return SourceInfo(name, HeadOptions, build=lambda config, context: pytest.fail("not built here"), **facts)
+    facts = {"config": HeadOptions, "axis": "target_features", **facts}
+    return SourceInfo(name, build=lambda config, context: pytest.fail("not built here"), **facts)
 
 
 SOURCES: Mapping[str, SourceInfo] = {
     **discover(),
     "heads": made("heads", law="sampled"),
-    "doubtful": made("doubtful", law="sampled", confidence_from="self"),
-    "careful": made("careful", law="sampled", confidence_from="prefix"),
+    "doubtful": made("doubtful", law="sampled", confidence_from="self", offers=("marginals", "confidence")),
+    "careful": made("careful", law="sampled", confidence_from="prefix", offers=("marginals", "confidence")),
+    "steps": made("steps", config=StepOptions, law="sampled", dependency=("ar",), offers=("logits", "confidence")),
+    "fixable": made("fixable", config=FixableOptions, dependency=("parallel", "parallel+corrector")),
     "silent": made("silent", law="unknown"),
     "mute": made("mute", offers=()),
 }
 
 
 SHARED: dict[str, Any] = {"source_options": {"share": True}}
+BEAM: dict[str, Any] = {"source_options": {"shape": "beam"}}
+MARKOV: dict[str, Any] = {"source_options": {"corrector": "markov"}}
+
+
+def several(combine: str, rule: str = "match", policy: str = "fixed") -> DecodeGraph:
+    """Two sources."""
+    graph = DecodeGraph("two", sources=SOURCES).target()
+    graph.source("history", node="a").dependency("copy", k=4, node="a_block")
+    graph.source("steps", node="b").dependency("ar", k=3, node="b_block")
+    return graph.combine(combine).length(policy).verify(rule).wire()
 
 
 def graph_of(source: str = "history", dependency: str = "copy", rule: str = "match", **options: Any) -> DecodeGraph:
@@ -82,7 +107,7 @@ def samples() -> list[Recipe]:
     draw = random.Random(5)
     methods = [name for info in discover().values() for name in info.presets()]
     found = [load_recipe(name) for name in shipped_recipes()]
-    for number in range(60):
+    for number in range(90):
         rule = draw.choice(list(RULE_INFOS))
         data: dict[str, Any] = {
             "name": f"r{number}",
@@ -93,11 +118,37 @@ def samples() -> list[Recipe]:
             "runtime": {"batch": draw.randint(1, 5), "context": draw.choice([None, 512])},
         }
         if draw.random() < 0.8:
-            data["draft"] = {"method": draw.choice(methods), "k": draw.randint(0, 40)}
+            data["draft"] = drafted(draw, methods)
             data["length"] = {"policy": draw.choice(list(POLICIES))}
-            data["tune"] = draw.choice([{}, {"draft.k": {"choices": (1, 5)}}])
-        found.append(parse_recipe(data))
+            data["tune"] = draw.choice([{}, {"draft.k": {"choices": (5, 9)}}])
+        recipe = parse_recipe(data)
+        if fits(recipe):
+            found.append(recipe)
     return found
+
+
+def drafted(draw: random.Random, methods: Sequence[str]) -> dict[str, Any]:
+    """One method, or a combination of two or three whose parts may have a k of their own."""
+    if draw.random() < 0.5:
+        return {"method": draw.choice(methods), "k": draw.randint(0, 40)}
+    parts = [{"method": draw.choice(methods), **draw.choice([{}, {"k": 3}])} for _ in range(draw.randint(2, 3))]
+    return draw.choice([{"first_of": parts, "k": 7}, {"merge": parts, "k": 7, "nodes": draw.randint(1, 64)}])
+
+
+def fits(recipe: Recipe) -> bool:
+    """Not every rule and policy goes with every draft; the checks have tests of their own."""
+    try:
+        DecodeGraph.from_recipe(recipe).check()
+    except GraphError:
+        return False
+    return True
+
+
+def test_samples_cover_what_recipes_can_say() -> None:
+    drafts = [recipe.draft for recipe in samples()]
+    assert None in drafts
+    assert {len(draft.parts) for draft in drafts if draft is not None} >= {1, 2, 3}
+    assert {kind for kind in COMBINED for draft in drafts if hasattr(draft, kind)} == set(COMBINED)
 
 
 @pytest.mark.parametrize("recipe", samples(), ids=lambda recipe: recipe.name)
@@ -152,8 +203,7 @@ def test_several_sources_meet_in_a_combine_node() -> None:
     with pytest.raises(GraphError, match="nothing writes its features"):
         graph.check()
     graph.carry("target", "drawn").check(FACTS)
-    with pytest.raises(GraphError, match="several drafts"):
-        graph.to_recipe()
+    assert graph.nodes(Kind.COMBINE)[0].settings.model_dump() == {"policy": "first_of", "k": 8, "nodes": None}
 
 
 def incomplete(missing: str) -> Callable[[], DecodeGraph]:
@@ -201,9 +251,18 @@ def crossed(flow: str, *path: str, carry: bool) -> DecodeGraph:
         (lambda: graph_of("heads", "parallel", policy="match"), "length", "match needs match_lengths"),
         (lambda: graph_of("silent", "parallel", "block"), "verify", "needs the law of the draft"),
         (lambda: graph_of("silent", "parallel", "rejection"), "verify", "needs the law of the draft"),
-        (lambda: graph_of("doubtful", "parallel", "block", temperature=1.0), "source", "biases rule block"),
-        (lambda: graph_of("doubtful", "parallel", "rejection", temperature=1.0), "source", "biases rule rejection"),
-        (lambda: graph_of("doubtful", "parallel", "block"), "source", "biases rule block"),
+        (lambda: graph_of("steps", "ar", "block", source_options={"shape": "beam"}), "source shape", "chains only"),
+        (
+            lambda: graph_of("steps", "ar", policy="threshold", **BEAM),
+            "source shape",
+            "threshold, which shortens chains",
+        ),
+        (lambda: graph_of("steps", "ar", policy="confidence", **BEAM), "source shape", "confidence, which shortens"),
+        (lambda: graph_of("fixable", "parallel+corrector"), "source corrector", "none with dependency"),
+        (lambda: graph_of("fixable", "parallel", **MARKOV), "source corrector", "markov with dependency parallel"),
+        (lambda: several("merge", rule="block"), "combine", "a merged tree with rule block"),
+        (lambda: several("merge", policy="match"), "length", "a merged tree has no match_lengths"),
+        (lambda: several("merge", policy="confidence"), "combine", "a merged tree with policy confidence"),
         (lambda: graph_of(rule="rejection", **SHARED), "source share", "with rule rejection a sampled text"),
         (lambda: graph_of(rule="block", temperature=1.0, **SHARED), "source share", "with rule block a sampled text"),
         (lambda: graph_of(rule="typical", lossless=False, **SHARED), "source share", "with rule typical"),
@@ -228,11 +287,35 @@ def test_parts_that_do_not_fit_are_refused(build: Callable[[], DecodeGraph], whe
         graph_of("careful", "parallel", "block", temperature=1.0),
         graph_of(rule="match", temperature=1.0, **SHARED),
         graph_of("doubtful", "parallel", "match", temperature=1.0),
-        graph_of("doubtful", "parallel", "block", temperature=1.0, lossless=False),
+        graph_of("doubtful", "parallel", "block", temperature=1.0, policy="confidence"),
+        graph_of("steps", "ar", "rejection", **BEAM),
+        graph_of("steps", "ar", "rejection", source_options={"shape": "sampled"}),
+        graph_of("fixable", "parallel+corrector", **MARKOV),
+        graph_of("fixable", "parallel"),
+        # What the recipe does not say a checkpoint may.
+        graph_of("fixable", "parallel+corrector", source_options={"weights": "somewhere"}),
+        several("merge", rule="rejection"),
+        several("merge", policy="expected_gain"),
+        several("first_of", rule="block"),
+        several("first_of", policy="match"),
+        several("first_of", policy="confidence"),
     ],
 )
 def test_parts_that_fit_are_not_refused(graph: DecodeGraph) -> None:
     assert graph.check(FACTS) is graph
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_a_policy_that_drops_tokens_for_what_they_say_is_refused(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """The shipped policies cut after such a token; one from outside may not."""
+    rash = replace(POLICIES["confidence"], cuts_before=True)
+    monkeypatch.setitem(POLICIES, "confidence", rash)  # type: ignore[misc]
+    with pytest.raises(GraphError, match=f"biases rule {rule}") as caught:
+        graph_of("doubtful", "parallel", rule, policy="confidence").check()
+    assert "lossless: false" in caught.value.hint
+    graph_of("doubtful", "parallel", rule, policy="confidence", lossless=False).check()
+    graph_of("doubtful", "parallel", "match", policy="confidence").check()
+    graph_of("careful", "parallel", rule, policy="confidence").check()
 
 
 def test_a_read_with_two_writers_is_refused() -> None:

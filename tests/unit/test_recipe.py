@@ -27,6 +27,7 @@ from specflow.recipe import (
     recipe_schema,
     shipped_recipes,
 )
+from specflow.recipe_draft import FirstOfSection, MergeSection
 from specflow.recipe_yaml import read_yaml, write_yaml
 from specflow.rules import RULE_INFOS
 
@@ -43,6 +44,9 @@ def refused(folder: Path, text: str, *overrides: str) -> RecipeError:
     return caught.value
 
 
+TWO = "draft:\n  first_of:\n    - method: suffix\n    - source: history\n"
+
+
 @pytest.mark.parametrize(
     ("text", "line", "key", "found", "expected", "hint"),
     [
@@ -57,6 +61,18 @@ def refused(folder: Path, text: str, *overrides: str) -> RecipeError:
         ("draft:\n  k: 3\n", 1, "draft", "neither method nor source", "one of them", ""),
         ("draft:\n  method: ngram\n  min_match: 5\n  max_match: 3\n", 1, "draft", "max_match is 3", "", ""),
         ("draft: 7\n", 1, "draft", "7", "mapping", ""),
+        ("draft:\n  first_of:\n    - method: ngram\n", 2, "draft.first_of", "a list of 1", "at least 2", ""),
+        (f"{TWO}      min_mach: 2\n", 5, "draft.first_of.1.min_mach", "unknown key", "min_match", "min_match"),
+        (f"{TWO}      k: 9\n", 5, "draft.first_of.1.k", "9, and the block's k is 8", "1 to 8", ""),
+        (f"{TWO}      index: suffix\n      k: 0\n", 6, "draft.first_of.1.k", "0, and", "1 to 8", ""),
+        (f"{TWO}    - method: sufix\n", 5, "draft.first_of.2.method", "sufix", "ngram", "suffix"),
+        (f"{TWO}    - k: 3\n", 5, "draft.first_of.2", "neither method nor source", "", ""),
+        (f"{TWO}    - source: histroy\n", 5, "draft.first_of.2.source", "histroy", "history", "history"),
+        (f"{TWO}    - 7\n", 5, "draft.first_of.2", "7", "mapping", ""),
+        (f"{TWO}  nodes: 4\n", 5, "draft.nodes", "unknown key", "first_of, k", ""),
+        (f"{TWO}  method: ngram\n", 5, "draft.method", "unknown key", "first_of, k", ""),
+        (f"{TWO}  k: many\n", 5, "draft.k", "many", "whole number", ""),
+        ("draft:\n  merge: ngram\n", 2, "draft.merge", "ngram", "a list", ""),
         ("draft:\n  method: [a]\n", 2, "draft.method", "unknown method", "ngram", ""),
         ("draft:\n  method: {a: 1}\n", 2, "draft.method", "unknown method", "ngram", ""),
         ("target:\n  dtype: float31\n", 2, "target.dtype", "float31", "bfloat16", "float32"),
@@ -187,6 +203,32 @@ def test_wrong_overrides_name_themselves(tmp_path: Path, setting: str, where: st
     assert hint in str(error)
 
 
+def test_overrides_reach_the_parts_of_a_combination(tmp_path: Path) -> None:
+    path = write(tmp_path, f"{TWO}  k: 6\n")
+    recipe = load_recipe(path, ["draft.first_of.1.min_match=3", "draft.first_of.0.k=4", "draft.k=5"])
+    assert isinstance(recipe.draft, FirstOfSection)
+    first, second = recipe.draft.parts
+    assert (first.method, first.k, second.method, second.k) == ("suffix", 4, "ngram", 5)
+    assert second.options.min_match == 3
+    assert load_recipe(path, ["draft.k=0"]).draft.k == 0
+    for setting, key in (("draft.first_of.2.k=3", "draft.first_of.2.k"), ("draft.first_of.k=3", "draft.first_of.k")):
+        error = refused(tmp_path, TWO, setting)
+        assert (error.where, error.found) == (f"--set {key}", "first_of is a list of 2")
+    assert refused(tmp_path, TWO, "draft.first_of.1.kk=3").where == "--set draft.first_of.1.kk"
+
+
+def test_parts_follow_the_k_of_the_block() -> None:
+    merged = parse_recipe({"draft": {"merge": ({"method": "ngram"}, {"method": "suffix", "k": 3}), "k": 5, "nodes": 9}})
+    assert isinstance(merged.draft, MergeSection)
+    assert [part.k for part in merged.draft.parts] == [5, 3]
+    data = recipe_data(merged)
+    assert data["draft"] == {"merge": ({"method": "ngram"}, {"method": "suffix", "k": 3}), "k": 5, "nodes": 9}
+    data["draft"]["k"] = 4
+    again = parse_recipe(data).draft
+    assert [part.k for part in again.parts] == [4, 3]
+    assert recipe_data(merged, full=True)["draft"]["merge"][0].keys().isdisjoint({"k", "index"})
+
+
 def test_a_method_is_a_preset_of_the_axes() -> None:
     short = parse_recipe({"draft": {"method": "suffix", "k": 4}})
     long = parse_recipe({"draft": {"source": "history", "dependency": "copy", "index": "suffix", "k": 4}})
@@ -199,7 +241,14 @@ def test_a_method_is_a_preset_of_the_axes() -> None:
 def recipes() -> st.SearchStrategy[Recipe]:
     """Recipes over all methods, rules and policies that are installed."""
     methods = [name for info in discover().values() for name in info.presets()]
-    drafts = st.fixed_dictionaries({"method": st.sampled_from(methods), "k": st.integers(1, 256)})
+    single = st.fixed_dictionaries({"method": st.sampled_from(methods), "k": st.integers(1, 256)})
+    part = st.fixed_dictionaries({"method": st.sampled_from(methods)}, optional={"k": st.integers(1, 9)})
+    parts = st.lists(part, min_size=2, max_size=3).map(tuple)
+    drafts = st.one_of(
+        single,
+        st.fixed_dictionaries({"first_of": parts, "k": st.integers(9, 256)}),
+        st.fixed_dictionaries({"merge": parts, "k": st.integers(9, 256), "nodes": st.integers(1, 64)}),
+    )
     verifies = st.sampled_from([{"rule": rule, "lossless": not info.lossy} for rule, info in RULE_INFOS.items()])
     samplings = st.fixed_dictionaries(
         {
@@ -212,7 +261,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
         {
             "draft": drafts,
             "length": st.sampled_from([{"policy": name} for name in POLICIES]),
-            "tune": st.sampled_from([{}, {"draft.k": {"choices": (1, 2)}}, {"runtime.batch": {"low": 1, "high": 4}}]),
+            "tune": st.sampled_from([{}, {"draft.k": {"choices": (9, 12)}}, {"runtime.batch": {"low": 1, "high": 4}}]),
         }
     )
     shared = {"name": st.text(max_size=8), "verify": verifies, "sampling": samplings}
@@ -252,6 +301,9 @@ def test_the_shipped_schema_is_the_generated_one() -> None:
     assert draft["additionalProperties"] is False
     assert {"method", "source", "k", "min_match"} <= set(draft["properties"])
     assert draft["properties"]["method"]["enum"] == ["ngram", "suffix"]
+    parts = stored["$defs"]["FirstOfSection"]["properties"]["first_of"]
+    assert {"$ref": "#/$defs/HistoryDraft"} in parts["items"]["anyOf"]
+    assert {"$ref": "#/$defs/FirstOfSection"} in stored["properties"]["draft"]["anyOf"]
 
 
 class Options(BaseModel):
@@ -259,7 +311,9 @@ class Options(BaseModel):
 
 
 def source(name: str) -> SourceInfo:
-    return SourceInfo(name, Options, ("copy",), build=lambda config, context: pytest.fail("not built here"))
+    return SourceInfo(
+        name, Options, ("copy",), axis="history", build=lambda config, context: pytest.fail("not built here")
+    )
 
 
 def test_sources_are_refused_rather_than_replaced() -> None:

@@ -48,6 +48,7 @@ SOURCE = SourceInfo(
     config=DFlashConfig,
     dependency=("parallel", "parallel+corrector"),
     build=build,
+    axis="target_features",
     offers=("marginals", "confidence"),
     law="sampled",
     reads=("tokens", "features"),

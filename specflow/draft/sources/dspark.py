@@ -34,6 +34,7 @@ SOURCE = SourceInfo(
     config=DSparkConfig,
     dependency=("parallel+corrector", "parallel"),
     build=build,
+    axis="target_features",
     offers=("marginals", "confidence"),
     law="sampled",
     reads=("tokens", "features"),

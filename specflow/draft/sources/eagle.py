@@ -141,6 +141,7 @@ SOURCE = SourceInfo(
     config=EagleConfig,
     dependency=("ar",),
     build=build,
+    axis="target_features",
     offers=("logits", "confidence"),
     law="sampled",
     reads=("tokens", "features"),

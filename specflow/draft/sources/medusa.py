@@ -137,6 +137,7 @@ SOURCE = SourceInfo(
     config=MedusaConfig,
     dependency=("parallel", "parallel+corrector"),
     build=build,
+    axis="target_features",
     offers=("marginals", "confidence"),
     law="sampled",
     reads=("features",),

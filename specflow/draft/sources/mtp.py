@@ -111,6 +111,7 @@ SOURCE = SourceInfo(
     config=MTPConfig,
     dependency=("ar",),
     build=build,
+    axis="target_features",
     offers=("logits", "confidence"),
     law="sampled",
     reads=("tokens", "features"),

@@ -29,8 +29,12 @@ class SkippedLayersConfig(ShapeOptions):
     leave_out: Literal["sublayers", "tail"] = Field(
         "sublayers", description="chosen attention and MLP sub-layers, or all layers from one on (early exit)"
     )
-    skip_attention: tuple[int, ...] = Field((), description="0-based layers whose attention drafts do without")
-    skip_mlp: tuple[int, ...] = Field((), description="0-based layers whose MLP drafts do without")
+    skip_attention: tuple[int, ...] = Field(
+        (), description="0-based layers whose attention drafts do without", json_schema_extra={"of": "layers"}
+    )
+    skip_mlp: tuple[int, ...] = Field(
+        (), description="0-based layers whose MLP drafts do without", json_schema_extra={"of": "layers"}
+    )
     exit_layer: int | None = Field(
         None, ge=1, description="tail: first layer that drafts do not run; null is two thirds of the way up"
     )
@@ -101,6 +105,7 @@ SOURCE = SourceInfo(
     config=SkippedLayersConfig,
     dependency=("ar",),
     build=build,
+    axis="skipped_layers",
     offers=("logits", "confidence"),
     law="sampled",
     confidence_from="self",

@@ -93,6 +93,7 @@ SOURCE = SourceInfo(
     config=SmallModelConfig,
     dependency=("ar",),
     build=build,
+    axis="small_model",
     offers=("logits", "confidence"),
     law="sampled",
     confidence_from="self",
