@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_gguf import made_store
+from tiny import NumberText, tiny_target
 from transformers import AutoTokenizer, MambaConfig
 
-from specflow import build
-from specflow.build import build_engine, load_target
+from specflow import build, recipe_draft
+from specflow.build import LoadedTarget, build_drafter, build_engine, load_target
+from specflow.draft.base import Needs, SourceContext
+from specflow.draft.registry import discover
 from specflow.errors import ModelError
-from specflow.recipe import load_recipe
+from specflow.recipe import Recipe, load_recipe, parse_recipe
 from specflow.recipe_sections import TargetSection
 from specflow.target.wheel import WheelModel
+from specflow.types import Sampling
 
 VANILLA = Path(__file__).resolve().parents[2] / "recipes" / "vanilla.yaml"
 
@@ -89,3 +95,58 @@ def test_the_tokenizer_is_trusted_as_the_model_is(
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     load_target(TargetSection(model=str(directory), trust_remote_code=trusted))
     assert asked == [trusted]
+
+
+class MadeCosts:
+    """A pass costs the same for any depth, so that drafting pays."""
+
+    def round_s(self, depth: int, batch: int, context: int) -> float:
+        return 1.0
+
+    def verify_s(self, depth: int, batch: int, context: int) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("policy", ["expected_gain", "fixed"])
+def test_a_policy_that_weighs_costs_gets_the_profile_of_this_machine(
+    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def find(recipe: Recipe, loaded: LoadedTarget) -> MadeCosts:
+        asked.append(recipe.length.policy)
+        return MadeCosts()
+
+    monkeypatch.setattr(build, "find_profile", find)
+    target = LoadedTarget(tiny_target(), NumberText())  # type: ignore[arg-type]
+    recipe = parse_recipe({"draft": {"method": "ngram", "k": 4}, "length": {"policy": policy}})
+    engine = build_engine(recipe, target)
+    assert asked == (["expected_gain"] if policy == "expected_gain" else [])
+    assert engine.generate([[5, 6, 5, 6, 5]], Sampling(max_new_tokens=4))
+    assert "no cost profile" not in caplog.text
+
+
+def test_parts_of_a_combination_are_built_with_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged tokens must follow from their prefix, so rules that weigh laws get drafts without chance there."""
+    seen: list[SourceContext] = []
+
+    def note(config: object, context: SourceContext) -> SimpleNamespace:
+        seen.append(context)
+        return SimpleNamespace(needs=Needs(), num_nodes=context.k, branches=False)
+
+    spied = {name: replace(info, build=note) for name, info in discover().items()}
+    monkeypatch.setattr(recipe_draft, "discover", lambda: spied)
+    target = LoadedTarget(tiny_target(), NumberText())  # type: ignore[arg-type]
+    parts = ({"method": "ngram"}, {"method": "suffix", "k": 3})
+    for policy, rule, draw in (
+        ("first_of", "rejection", "sampled"),
+        ("first_of", "match", "coupled"),
+        ("merge", "rejection", "greedy"),
+        ("merge", "match", "coupled"),
+    ):
+        seen.clear()
+        recipe = parse_recipe({"draft": {policy: parts, "k": 5}, "verify": {"rule": rule}})
+        assert build_drafter(recipe, target) is not None
+        assert [context.k for context in seen] == [5, 3]
+        assert [context.dependency for context in seen] == ["copy", "copy"]
+        assert {context.draw for context in seen} == {draw}

@@ -292,3 +292,19 @@ def test_cost_a_token_and_a_miss_do_not_grow_with_the_text(kind: str, text: str)
         return perf_counter() - began
 
     assert sorted(miss() for _ in range(101))[50] < 200e-6  # about 5 us, beside passes of 15 ms and more
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acceptance_of_copies_does_not_fall_with_the_context(kind: str) -> None:
+    """A text that repeats itself from any distance is drafted right, wherever it is."""
+    rng = random.Random(1)
+    for size in (40, 400, 4000):
+        text = [rng.randrange(3, 40_000) for _ in range(size)]
+        history = History(HistoryConfig(index=kind, min_match=2), 40_000, num_nodes=16)
+        history.reset(1, CACHE)
+        history.start(0, [*text, *text[:2]], Sampling())
+        at = 2
+        while at + 8 <= size:
+            assert drafts(propose(history, 8)) == [text[at : at + 8]], f"{size} tokens back"
+            commit(history, 0, text[at : at + 9])
+            at += 9
