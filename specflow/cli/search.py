@@ -57,6 +57,8 @@ def search(
     found, interrupted = _run(chosen, target, tokens, plan, store)
     for each in found[:SHOWN]:
         typer.echo(_line(each))
+    if found and found[0].ratio <= 1.0:
+        typer.echo("no skip set was faster than plain decoding here: do not speculate with this source")
     typer.echo(f"results in {store.path}", err=True)
     if interrupted:
         typer.echo(f"interrupted; continue with --resume -o {store.path}", err=True)
