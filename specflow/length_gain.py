@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from specflow.device import asking_is_free
 from specflow.length_base import within
 from specflow.length_confidence import cut, told_by_the_sample
 from specflow.types import DraftBlock, DraftBudget
@@ -76,7 +77,8 @@ class ExpectedGain:
     no token is dropped for what it or a later one says. Confidences that depend on no sampled token are known all at
     once, and the best width of all is taken. Confidences that come with the sampled token count for the next one.
     A token that was cut is a token that drafting did not yield, so a drafter that doubts itself is not asked for long.
-    Probes are not cut, or nothing could be learnt from them.
+    Probes are not cut, or nothing could be learnt from them. Nor is anything on an accelerator: shapes stay as they are
+    there, so a column that is cut is paid for all the same.
     """
 
     def __init__(self, k: int, hysteresis: float = 1.03, probe: int = 16, trim: bool = True) -> None:
@@ -123,7 +125,7 @@ class ExpectedGain:
         confidence = block.confidence
         if confidence is None or not self.config.trim or not block.topology.is_chain or not block.num_nodes:
             return block
-        if self._prices is None or self._probing:
+        if self._prices is None or self._probing or not asking_is_free(block.tokens.device):
             return block
         import torch
 

@@ -215,6 +215,7 @@ def draft_data(section: DraftSection, full: bool) -> dict[str, Any]:
     """
     dumped = section.model_dump(exclude_defaults=not full)
     if isinstance(section, SourceSection):
+        dumped = _as_said(section, dumped)
         dumped.pop("source", None)
         if section.method is None:
             return {"source": section.source, **dumped}
@@ -228,6 +229,18 @@ def draft_data(section: DraftSection, full: bool) -> dict[str, Any]:
         if part.k != section.k:
             data["k"] = part.k
     return {section.policy: tuple(parts), **{key: value for key, value in dumped.items() if key != section.policy}}
+
+
+def _as_said(section: SourceSection, dumped: dict[str, Any]) -> dict[str, Any]:
+    """Where a source has weights, its options as they were set, and no others.
+
+    A checkpoint fills in what was not set and contradicts what was: a default that is written out would be refused.
+    """
+    if getattr(section, "weights", None) is None:
+        return dumped
+    options = section.info.config.model_fields.keys()
+    kept = section.model_fields_set & options | dumped.keys() - options
+    return {name: value for name, value in section.model_dump().items() if name in kept}
 
 
 def _policy(data: Mapping[Any, Any]) -> str | None:

@@ -156,7 +156,7 @@ class RequestState:
         """
         counts = self.counts
         counts.num_rounds += 1
-        seen, accepted = min(depth, kept), min(accepted, kept)
+        seen, accepted = min(depth, kept) if self.finish else depth, min(accepted, kept)
         if not seen:
             return
         counts.num_spec_steps += 1

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from specflow.types import PAD, Topology
 
@@ -93,5 +92,10 @@ def valid_nodes(block: DraftBlock) -> Tensor:
 
 def extents(block: DraftBlock) -> Tensor:
     """How many nodes each row has, and how deep they go.  # [B, 2] int64"""
-    there = F.pad(valid_nodes(block), (1, 0), value=True)  # [B, M]
-    return torch.stack((there.sum(1) - 1, (block.topology.depth * there).amax(1)), dim=1)
+    if not block.num_nodes:
+        return block.tokens.new_zeros(len(block.tokens), 2)
+    there = valid_nodes(block)
+    nodes = there.sum(1, keepdim=True)
+    if block.topology.is_chain:
+        return nodes.expand(-1, 2)
+    return torch.cat((nodes, (block.topology.depth[:, 1:] * there).amax(1, keepdim=True)), dim=1)

@@ -32,9 +32,9 @@ Config = EagleConfig | MTPConfig
 
 
 def network_of(config: Config) -> FeatureNetwork:
-    reader = open_weights(config.weights, config.seed, TARGET, getattr(config, "offset_norms", False))
+    reader = open_weights(config.weights, config.seed, TARGET, config.offset_norms)
     if isinstance(config, MTPConfig):
-        parts = mtp.read_network(config, reader, config.shape_for(INFO.shape))
+        parts = mtp.read_network(config, reader, TARGET)
     else:
         parts = eagle.read_network(config, reader, TARGET)
     network = complete(parts, reader, TARGET)

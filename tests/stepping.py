@@ -14,6 +14,14 @@ from specflow.types import Sampling
 PROMPTS = [[3, 4, 5], [7], list(range(5, 40)), [9, 8]]
 SAMPLINGS = [Sampling(temperature=T, seed=3, max_new_tokens=10, ignore_eos=True) for T in (0.0, 0.9)]
 DEPTHS = (1, 3, 16)
+NARROW: dict[str, dict[str, object]] = {
+    "chain": {},
+    "static": {"branch": 3},
+    "beam": {"branch": 3},
+    "best_first": {},
+    "sampled": {"widths": (2, 2, 1)},
+}
+"""What makes a small tree of each shape."""
 
 
 def same_text(make: Callable[[int], Drafter], target: NativeTarget) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["profile"]
 
 SHOWN_ROWS = 8
+SHOWN_DOUBTS = 5
 LEAST_WIDTH = 100
 DOUBT = "~"
 
@@ -124,8 +125,11 @@ def _keep(key: ProfileKey, data: dict[str, Any], output: Path | None) -> None:
 
 def _report(model: CostModel, data: dict[str, Any], title: str, plot: Path | None, as_json: bool) -> None:
     caption = _caption(data["target"], data["machine"])
-    for doubt in model.doubts():
+    doubts = list(model.doubts())
+    for doubt in doubts[:SHOWN_DOUBTS]:
         typer.echo(f"not trusted: {doubt}", err=True)
+    if more := len(doubts[SHOWN_DOUBTS:]):
+        typer.echo(f"not trusted: {more} more of {len(doubts)}; the profile names them all", err=True)
     if as_json:
         typer.echo(json.dumps(data, ensure_ascii=False))
     else:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specflow.draft.backbone_options import BackboneOptions
     from specflow.draft.base import SourceContext
     from specflow.target.base import Cache
-    from specflow.types import BlockShape, Features, Observation
+    from specflow.types import Features, Observation
 
 __all__ = ["ContextBackbone"]
 
@@ -49,7 +49,8 @@ class ContextBackbone:
 
     Raises:
         CheckpointError: A tensor is missing or has the wrong shape.
-        GraphError: k is more than a block holds, or the mask token is no row of the embedding.
+        GraphError: k is more than a block holds, the mask token is no row of the embedding, or the heads do not fit
+            each other.
     """
 
     def __init__(self, options: BackboneOptions, reader: WeightReader, context: SourceContext) -> None:
@@ -58,7 +59,7 @@ class ContextBackbone:
         self._slots = _checked_slots(options, context.k)
         self._mask_token = _checked_mask(options, info.vocab_size)
         self._taps = options.taps or spread_taps(options.num_layers, info.num_layers)
-        self._shape = shape = _shape(options, info.shape)
+        self._shape = shape = options.shape_for(info.shape)
         width = shape.hidden_size
         self.needs = Needs(taps=tuple(dict.fromkeys(self._taps)))
         self.most_depth = self._slots - self._first
@@ -171,17 +172,6 @@ class ContextBackbone:
             logits = logits * self._options.logit_scale
         cap = self._options.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _shape(options: BackboneOptions, target: BlockShape) -> BlockShape:
-    """The target's block, but for what the options say."""
-    names = ("num_heads", "num_kv_heads", "head_width", "mlp_size", "eps", "rope_theta")
-    own = {name: value for name in names if (value := getattr(options, name)) is not None}
-    shape = replace(target, **own)
-    if shape.num_heads % shape.num_kv_heads:
-        found = f"{shape.num_heads} query heads and {shape.num_kv_heads} key and value heads"
-        raise GraphError("draft.num_heads", found, "a multiple of num_kv_heads")
-    return shape
 
 
 def _checked_slots(options: BackboneOptions, k: int) -> int:

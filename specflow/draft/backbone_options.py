@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from specflow.draft.weight_options import BlockOptions
 
 __all__ = ["BackboneOptions", "LayerKind", "spread_taps"]
 
 LayerKind = Literal["full_attention", "sliding_attention"]
 
 
-class BackboneOptions(BaseModel):
+class BackboneOptions(BlockOptions):
     """The network that fills a block, and where its weights are."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    weights: str | None = Field(
-        None,
-        description="directory with model.safetensors (and config.json); none: random ones, plumbing only",
-    )
-    seed: int = Field(0, ge=0, description="of the random weights")
     num_layers: int = Field(5, ge=1, le=64, description="decoder blocks of the backbone")
     taps: tuple[int, ...] = Field(
         (), description="target layers whose output it reads (-1: embedding); empty: num_layers of them, spread evenly"
@@ -35,12 +30,6 @@ class BackboneOptions(BaseModel):
     mask_token: int | None = Field(
         None, ge=0, description="id that stands in the unknown slots, a row of the embedding; none: the last id"
     )
-    num_heads: int | None = Field(None, ge=1, description="query heads; none: the target's")
-    num_kv_heads: int | None = Field(None, ge=1, description="key and value heads; none: the target's")
-    head_width: int | None = Field(None, ge=2, multiple_of=2, description="width of a head; none: the target's")
-    mlp_size: int | None = Field(None, ge=1, description="width of the MLP; none: the target's")
-    eps: float | None = Field(None, gt=0.0, description="of the norms; none: the target's")
-    rope_theta: float | None = Field(None, gt=0.0, description="base of the rotary positions; none: the target's")
     layer_types: tuple[LayerKind, ...] = Field(
         (), description="what each layer sees of the context; empty: all sliding where there is a window, else full"
     )
@@ -56,9 +45,6 @@ class BackboneOptions(BaseModel):
     )
     logit_scale: float = Field(1.0, gt=0.0, description="factor of the draft logits, before the cap")
     logit_cap: float | None = Field(None, gt=0.0, description="draft logits become cap * tanh(logits / cap)")
-    max_positions: int | None = Field(
-        None, ge=1, description="positions it was trained for; longer texts go on undrafted; none: the target's"
-    )
 
     @model_validator(mode="after")
     def _one_kind_a_layer(self) -> BackboneOptions:
@@ -68,6 +54,8 @@ class BackboneOptions(BaseModel):
             raise ValueError("layer_types has sliding_attention, and window is not set")
         if self.window is not None and self.layer_types and "sliding_attention" not in self.layer_types:
             raise ValueError(f"window is {self.window}, and no layer of layer_types is sliding_attention")
+        if self.window is None and self.window_from != "row":
+            raise ValueError(f"window_from is {self.window_from}, and no layer has a window; set window")
         return self
 
     @model_validator(mode="after")

@@ -8,31 +8,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from specflow.device import asking_is_free
-from specflow.draft.drawing import Choices, Chooser
+from specflow.draft.network import NetworkDrafter
 from specflow.tree import chain
 from specflow.types import PAD, DraftBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specflow.draft.base import Needs, SourceContext, Uniforms
+    from specflow.draft.base import SourceContext, Uniforms
+    from specflow.draft.drawing import Choices
     from specflow.draft.steps import StepModel
-    from specflow.target.base import Cache
-    from specflow.types import DraftBudget, Entry, Observation, Sampling
+    from specflow.types import DraftBudget, Entry
 
-__all__ = ["ChainDrafter", "ConfidenceHead", "limits_of"]
+__all__ = ["ChainDrafter", "ConfidenceHead"]
 
 ConfidenceHead = Callable[["Tensor", "Tensor", int], "Tensor"]
 """(hidden [B, H] of a step, token before it [B], step from 0) -> probability that the step's token stands  # [B]"""
 
 
-def limits_of(budget: DraftBudget, starts: Sequence[int], model: StepModel) -> list[int]:
-    """Deepest draft position of each row: its budget, within the positions and depth the network was made for."""
-    room = (max(0, model.most_positions - 1 - start) for start in starts)
-    return [min(most, model.most_depth, left) for most, left in zip(budget.tokens, room, strict=True)]
-
-
-class ChainDrafter:
+class ChainDrafter(NetworkDrafter):
     """Drafts chains. Batch rows go on together; what a row must not have is PAD.
 
     Args:
@@ -44,57 +38,35 @@ class ChainDrafter:
     branches = False
 
     def __init__(self, model: StepModel, context: SourceContext, head: ConfidenceHead | None = None) -> None:
-        info = context.target.info
         self.num_nodes = min(context.k, model.most_depth)
-        self._model, self._head, self._wanted = model, head, context.confidence
-        self._device = info.device
-        self._chooser = Chooser(context.draw, info.vocab_size, model.vocabulary)
-        self._cache: Cache
-
-    @property
-    def needs(self) -> Needs:
-        return self._model.needs
-
-    def reset(self, batch: int, cache: Cache) -> None:
-        self._cache = cache
-        self._model.reset(batch, self.num_nodes, cache)
-        self._chooser.reset(batch)
-
-    def start(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        self._model.start(row, prompt)
-        self._chooser.start(row, sampling)
-
-    def observe(self, observation: Observation, rows: Sequence[int]) -> None:
-        self._model.observe(observation, rows)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._model.select(rows)
-        self._chooser.select(rows)
+        super().__init__(model, context, self.num_nodes)
+        self._head, self._wanted = head, context.confidence
 
     @torch.inference_mode()
     def propose(self, anchors: Sequence[int], budget: DraftBudget, uniforms: Uniforms) -> DraftBlock | None:
-        starts = self._cache.lengths
-        limits = limits_of(budget, starts, self._model)
+        limits = self._limits(budget)
         depth = max(limits, default=0)
         if depth <= 0:
             return None
         steps = self._model.open(anchors, [limit > 0 for limit in limits])
-        choices = self._chooser.open(starts, depth, uniforms, self._device)
+        choices = self._chooser.open(self._cache.lengths, depth, uniforms, self._device)
         stop = None if budget.stop_below is None else torch.tensor(budget.stop_below, device=self._device)
         own = stop is not None or (self._wanted and self._head is None)
         heads: list[Tensor] = []
         before = torch.tensor(anchors, device=self._device)
-        logits, alive = steps.logits, torch.tensor([limit > 0 for limit in limits], device=self._device)
-        there = [alive]  # [B] bool each
+        logits, reach = steps.logits, torch.tensor(limits, device=self._device)  # [B]
+        there = [reach > 0]  # [B] bool each; only the first where a chain goes as far as it may
         for step in range(depth):
             if self._wanted and self._head is not None:
                 heads.append(self._head(steps.hidden, before, step))
             before = choices.choose(logits, own)
-            if stop is not None:
-                alive = alive & (choices.confidences[-1] >= stop)
-            if step + 1 == depth or (stop is not None and asking_is_free(self._device) and not bool(alive.any())):
+            if step + 1 == depth:
                 break
-            there.append(alive)
+            if stop is not None:
+                alive = there[-1] & (choices.confidences[-1] >= stop) & (reach > step + 1)
+                if asking_is_free(self._device) and not bool(alive.any()):
+                    break
+                there.append(alive)
             logits = steps.extend(before.unsqueeze(1)).squeeze(1)
         return self._block(choices, limits, there, heads, steps.entry(before.unsqueeze(1)))
 
@@ -108,11 +80,11 @@ class ChainDrafter:
     ) -> DraftBlock:
         width = len(choices.tokens)
         tokens = torch.stack(choices.tokens, dim=1)
-        ragged = min(limits) < width
-        if ragged:
+        if min(limits) < width:
             reach = torch.tensor(limits, device=self._device).unsqueeze(1)
             tokens = tokens.masked_fill(torch.arange(width, device=self._device) >= reach, PAD)
-        tokens = tokens.masked_fill(~torch.stack(list(there), dim=1), PAD)
+        if len(there) > 1:
+            tokens = tokens.masked_fill(~torch.stack(list(there), dim=1), PAD)
         confidences = heads or choices.confidences
         return DraftBlock(
             tokens=tokens,

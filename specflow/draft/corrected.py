@@ -1,26 +1,29 @@
 """Options and assembly of correctors and confidence heads, the same for every source. No torch at module level.
 
-A source mixes the options into its config and hands its network to `assemble`; "Medusa heads, Markov corrector,
-confidence head" is then a matter of three lines of YAML.
+A source mixes the options into its config and hands its network to `parallel_drafter`; "Medusa heads, Markov
+corrector, confidence head" is then a matter of three lines of YAML.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from specflow.draft.shapes import ShapeOptions, make_drafter
+from specflow.draft.weight_options import WeightOptions
 from specflow.errors import GraphError
 
 if TYPE_CHECKING:
-    from specflow.draft.base import SourceContext
+    from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.chain import ConfidenceHead
     from specflow.draft.nn.corrector import TableCorrector
     from specflow.draft.nn.weights import WeightReader
     from specflow.draft.parallel import MarginalModel
     from specflow.draft.steps import StepModel
 
-__all__ = ["ConfidenceOptions", "CorrectorOptions", "assemble", "confidence_of"]
+__all__ = ["ConfidenceOptions", "CorrectorOptions", "ParallelOptions", "assemble", "confidence_of", "parallel_drafter"]
 
 CORRECTED = "parallel+corrector"
 """The dependency that has a corrector."""
@@ -60,6 +63,36 @@ class CorrectorOptions(ConfidenceOptions):
         if self.confidence_tokens and self.corrector is None:
             raise ValueError("confidence_tokens reads the corrector's table; there is none: set corrector")
         return self
+
+
+class ParallelOptions(CorrectorOptions, ShapeOptions, WeightOptions):
+    """A network that fills all positions at once, what corrects it, and the shape of its blocks."""
+
+
+P = TypeVar("P", bound=ParallelOptions)
+
+
+def parallel_drafter(
+    config: P, context: SourceContext, make_network: Callable[[P, WeightReader, SourceContext], MarginalModel]
+) -> Drafter:
+    """A source's drafter: its network, corrected and trusted as the options say, over blocks of the wanted shape.
+
+    Args:
+        config: What the recipe set; a checkpoint fills in the rest.
+        context: The target, and how deep blocks get.
+        make_network: Builds the network from options and tensors.
+
+    Raises:
+        CheckpointError: The weights do not fit the options or the target.
+        GraphError: The options do not fit each other, k or the target.
+    """
+    from specflow.draft.checkpoint import open_weights, read_options
+
+    options = read_options(config, config.weights)
+    reader = open_weights(options.weights, options.seed, context.target)
+    model, head = assemble(make_network(options, reader, context), options, reader, context)
+    reader.close()
+    return make_drafter(options, model, context, head)
 
 
 def assemble(

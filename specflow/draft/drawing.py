@@ -100,6 +100,8 @@ class Choices:
 
     def __init__(self, chooser: Chooser, rows: Sequence[Sampling], numbers: Tensor | None) -> None:
         self._chooser, self._rows, self._numbers = chooser, rows, numbers
+        greedy = [is_greedy(row) for row in rows]
+        self._certain = torch.tensor(greedy, device=numbers.device) if numbers is not None and any(greedy) else None
         self._probs: list[Tensor] = []
         self.tokens: list[Tensor] = []  # [B] each, target ids
         self.confidences: list[Tensor] = []  # [B] each: the probability the draft gave its own choice
@@ -117,14 +119,17 @@ class Choices:
         if self._numbers is None:
             ids = lowest_argmax(logits)
             if confidence:
-                wide = logits.float()
-                self.confidences.append((wide.amax(-1) - wide.logsumexp(-1)).exp())
+                self.confidences.append(_largest(logits))
         else:
             probs = warp(logits.unsqueeze(1), self._rows).squeeze(1)
             ids = draw_tokens(probs, self._numbers[:, len(self.tokens)])
             self._probs.append(probs)
             if confidence:
-                self.confidences.append(probs.gather(1, ids.unsqueeze(1)).squeeze(1))
+                found = probs.gather(1, ids.unsqueeze(1)).squeeze(1)
+                # A greedy row's law is one-hot: how sure its draft is shows in the logits, as when it is alone.
+                self.confidences.append(
+                    found if self._certain is None else torch.where(self._certain, _largest(logits), found)
+                )
         vocabulary = self._chooser.vocabulary
         self.tokens.append(ids if vocabulary is None else vocabulary.to_target[ids])
         return self.tokens[-1]
@@ -137,3 +142,9 @@ class Choices:
         """
         probs = None if self._numbers is None else torch.stack(self._probs[: tokens.shape[1]], dim=1)
         return self._chooser.law(tokens, probs)
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """Probability of the most likely token, at temperature 1.  # [B, Vd] -> [B] float32 or wider"""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (wide.amax(-1) - wide.logsumexp(-1)).exp()

@@ -6,14 +6,16 @@ that stood on a drafted feature is run again once its position is committed ("st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
+from specflow.draft.checkpoint import open_weights, read_options
 from specflow.draft.corrected import confidence_of
+from specflow.draft.feature_options import FeatureOptions
 from specflow.draft.nn.feature_step import FeatureNetwork, NetworkParts, Pairs
 from specflow.draft.pending import TOGETHER, Pending
 from specflow.draft.shapes import make_drafter
@@ -21,7 +23,6 @@ from specflow.target.cache import KVCache
 
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, Needs, SourceContext
-    from specflow.draft.feature_options import FeatureOptions
     from specflow.draft.nn.weights import WeightReader
     from specflow.draft.steps import Frontier, Steps
     from specflow.law import DraftVocabulary
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from specflow.types import Entry, Observation
 
 __all__ = ["FeatureModel", "complete", "feature_drafter"]
+
+F = TypeVar("F", bound=FeatureOptions)
 
 CHUNK = 512
 """Most positions of a prompt that run in one pass."""
@@ -138,15 +141,23 @@ class FeatureModel:
 
 
 def feature_drafter(
-    options: FeatureOptions, parts: NetworkParts, reader: WeightReader, context: SourceContext
+    config: F, context: SourceContext, read_network: Callable[[F, WeightReader, Target], NetworkParts]
 ) -> Drafter:
     """A source's drafter from its layers: embedding, confidence head and the shape of blocks are added.
 
+    Args:
+        config: What the recipe set; a checkpoint fills in the rest.
+        context: The target, and how deep blocks get.
+        read_network: Makes the layers from options and tensors.
+
     Raises:
-        CheckpointError: A tensor is left over, missing or of another shape.
-        GraphError: There are too few temperatures for the confidence head.
+        CheckpointError: The weights do not fit the options or the target.
+        GraphError: The options do not fit k, each other or the target.
     """
-    model = FeatureModel(complete(parts, reader, context.target), context.target, options.max_positions)
+    target, options = context.target, read_options(config, config.weights)
+    reader = open_weights(options.weights, options.seed, target, options.offset_norms)
+    parts = read_network(options, reader, target)
+    model = FeatureModel(complete(parts, reader, target), target, options.max_positions)
     head = confidence_of(options, reader, parts.shape.hidden_size, min(context.k, model.most_depth))
     reader.close()
     return make_drafter(options, model, context, head)

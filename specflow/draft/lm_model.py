@@ -9,6 +9,7 @@ import torch
 
 from specflow.draft.base import Needs
 from specflow.draft.lm_steps import DraftRows, ModelPass, PassSteps
+from specflow.draft.pending import TOGETHER
 from specflow.law import DraftVocabulary
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LanguageModel"]
 
-TOGETHER = 32
-"""Rows of the batch with more news than this (prompts) run on their own; fewer are padded to each other."""
 CHUNK = 512
 """Prompt tokens of one pass."""
 _STRANGER = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -19,8 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPath", "ShapeOptions", "generic_accuracies", "greedy_paths", "make_drafter", "rank_accuracies"]
 
+log = logging.getLogger(__name__)
+
 RankPath = tuple[int, ...]
 """A node by the ranks that lead to it: (1, 0) is the likeliest child of the anchor's second likeliest child."""
+
+
+_OF_SHAPES = {"branch": ("beam", "static"), "widths": ("sampled",)}
+"""Options that mean nothing in other shapes."""
 
 
 class ShapeOptions(BaseModel):
@@ -35,7 +42,12 @@ class ShapeOptions(BaseModel):
         "replacement, for rule rejection)",
     )
     nodes: int = Field(24, ge=1, le=1024, description="most nodes of a tree; a chain has draft.k")
-    branch: int = Field(8, ge=1, le=256, description="children tried per node, and nodes that a beam carries on with")
+    branch: int = Field(
+        8,
+        ge=1,
+        le=256,
+        description="beam: children tried per node, and nodes it carries on with; static: ranks of the generic tree",
+    )
     paths: tuple[RankPath, ...] | None = Field(
         None,
         description="static tree: each node as the ranks that lead to it, e.g. [[0], [0, 0], [1]]; null builds one "
@@ -76,6 +88,11 @@ class ShapeOptions(BaseModel):
             if self.shape != "static":
                 raise ValueError(f"paths describe a static tree, and shape is {self.shape}; set shape: static")
             _check_size("paths", len(self.paths), self.nodes)
+            if self.branch != ShapeOptions.model_fields["branch"].default:
+                raise ValueError("branch is of the generic tree, and there are paths; leave one of them out")
+        for name, shapes in _OF_SHAPES.items():
+            if getattr(self, name) != ShapeOptions.model_fields[name].default and self.shape not in shapes:
+                raise ValueError(f"{name} goes with shape {' or '.join(shapes)}, and shape is {self.shape}")
         if self.shape == "sampled":
             _check_size("widths", sum(accumulate(self.widths, mul)), self.nodes)
         return self
@@ -177,6 +194,10 @@ def make_drafter(
         context: Target, depth, and how tokens are chosen.
         head: Confidence of a chain's tokens; trees carry none.
     """
+    if model.most_depth < context.k:
+        log.warning(
+            "draft.k is %d, and the drafter goes %d positions deep: blocks end there", context.k, model.most_depth
+        )
     if options.shape == "chain":
         from specflow.draft.chain import ChainDrafter
 

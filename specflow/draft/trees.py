@@ -8,22 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specflow.draft.chain import limits_of
-from specflow.draft.drawing import Chooser
 from specflow.draft.growth import Beam, FixedTree, SiblingDraws, best_children
+from specflow.draft.network import NetworkDrafter
 from specflow.types import DraftBlock
 
 if TYPE_CHECKING:
-    from specflow.draft.base import Needs, SourceContext, Uniforms
+    from specflow.draft.base import SourceContext, Uniforms
     from specflow.draft.shapes import RankPath, ShapeOptions
     from specflow.draft.steps import StepModel
-    from specflow.target.base import Cache
-    from specflow.types import DraftBudget, Observation, Sampling
+    from specflow.types import DraftBudget
 
 __all__ = ["TreeDrafter"]
 
 
-class TreeDrafter:
+class TreeDrafter(NetworkDrafter):
     """Drafts trees. Batch rows grow together; nodes deeper than a row may go are PAD.
 
     Static, beam and best-first trees follow from the context: their law is a point mass, whatever the request's
@@ -43,8 +41,6 @@ class TreeDrafter:
         info, vocabulary = context.target.info, model.vocabulary
         vocab_size = info.vocab_size if vocabulary is None else len(vocabulary.to_target)
         depth = min(context.k, model.most_depth)
-        self._model, self._device = model, info.device
-        self._chooser = Chooser(context.draw, info.vocab_size, vocabulary)
         self._drawn: tuple[RankPath, ...] = ()  # nodes of a tree that is drawn at random
         self._tree: Beam | FixedTree
         if options.shape in ("beam", "best_first"):
@@ -54,38 +50,17 @@ class TreeDrafter:
             paths = options.static_paths(depth, vocab_size)
             self._tree = FixedTree(paths, info.device)
             self._drawn = paths if options.shape == "sampled" else ()
+        super().__init__(model, context, self._tree.num_rows)
         # A network that shares the target's cache puts there the rows it grows, which may be more than the nodes.
         self.num_nodes = max(self._tree.size(self._tree.depth), self._tree.num_rows)
-        self._cache: Cache
-
-    @property
-    def needs(self) -> Needs:
-        return self._model.needs
-
-    def reset(self, batch: int, cache: Cache) -> None:
-        self._cache = cache
-        self._model.reset(batch, self._tree.num_rows, cache)
-        self._chooser.reset(batch)
-
-    def start(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        self._model.start(row, prompt)
-        self._chooser.start(row, sampling)
-
-    def observe(self, observation: Observation, rows: Sequence[int]) -> None:
-        self._model.observe(observation, rows)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._model.select(rows)
-        self._chooser.select(rows)
 
     @torch.inference_mode()
     def propose(self, anchors: Sequence[int], budget: DraftBudget, uniforms: Uniforms) -> DraftBlock | None:
-        starts = self._cache.lengths
-        limits = [min(limit, self._tree.depth) for limit in limits_of(budget, starts, self._model)]
+        limits = [min(limit, self._tree.depth) for limit in self._limits(budget)]
         if max(limits, default=0) <= 0:
             return None
         steps = self._model.open(anchors, [limit > 0 for limit in limits])
-        draws = self._open_draws(starts, max(limits), uniforms)
+        draws = self._open_draws(self._cache.lengths, max(limits), uniforms)
         pick = draws.pick if draws is not None else partial(best_children, vocabulary=self._model.vocabulary)
         grown = self._tree.grow(steps, limits, pick)
         return DraftBlock(

@@ -201,16 +201,20 @@ def test_what_is_left_of_a_block_is_its_beginning_and_fits_together(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_accelerator_is_asked_nothing_and_says_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropped tokens are masked there; the columns stay."""
+    """Dropped tokens are masked there; the columns stay, so a policy that weighs costs has nothing to gain by a cut."""
     policy = started(name, k=4, priced=name in PRICED)
     policy.budget([4] * 3, [30] * 3)
     for seed in range(10):
         block = sure_block(seed, "prefix")
         left = policy.trim(block)
         with monkeypatch.context() as patch:
-            patch.setattr("specflow.length_confidence.asking_is_free", lambda device: False)
+            for module in ("length_confidence", "length_gain"):
+                patch.setattr(f"specflow.{module}.asking_is_free", lambda device: False)
             with NoQuestions():
                 masked = policy.trim(block)
+        if name in PRICED:
+            assert masked is block
+            continue
         assert masked.num_nodes == block.num_nodes
         assert masked.lengths == block.lengths
         assert masked.lengths_from == left.lengths_from

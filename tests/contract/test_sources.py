@@ -36,6 +36,9 @@ def _builds() -> Iterator[object]:
                 yield pytest.param({"method": method, "shape": "chain"}, id=f"{method}-chain")
 
 
+FROM = ("context", "prefix", "self")
+"""What a confidence may depend on; each includes the ones before it."""
+
 every_build = pytest.mark.parametrize("options", list(_builds()))
 
 
@@ -113,6 +116,8 @@ def check_block(session: Session, block: DraftBlock, budget: Sequence[int]) -> N
     there = block.tokens >= 0
     assert (block.law.prob()[there] > 0).all()
     if block.confidence is not None:
+        assert session.info.confidence_from in FROM
+        assert FROM.index(block.confidence_from) <= FROM.index(session.info.confidence_from)
         assert block.confidence.shape == block.tokens.shape
         assert ((block.confidence[there] >= 0) & (block.confidence[there] <= 1)).all()
 

@@ -32,7 +32,8 @@ WIDTHS = [(1,), (3, 2, 1, 1), (2, 2, 2, 2), (8,), (2, 1, 1, 1, 1, 1, 1, 1), (4, 
 def options_for(shape: str, nodes: int) -> ShapeOptions:
     if shape == "sampled":
         return ShapeOptions(shape="sampled", widths=WIDTHS[nodes % len(WIDTHS)], nodes=64)
-    return ShapeOptions.model_validate({"shape": shape, "nodes": nodes, "branch": 1 + nodes * 3 % 8})
+    width = {"branch": 1 + nodes * 3 % 8} if shape in ("static", "beam") else {}
+    return ShapeOptions.model_validate({"shape": shape, "nodes": nodes, **width})
 
 
 def vanilla(sampling: Sampling) -> list[Generation]:

@@ -141,6 +141,12 @@ def test_isotonic_never_falls_keeps_the_sum_and_leaves_order_alone(values: list[
     assert isotonic(sorted(values)) == pytest.approx(sorted(values))
 
 
+def test_a_slow_long_context_does_not_make_the_short_one_cost_nothing() -> None:
+    """The line through 1, 1 and 5 seconds begins at a third of a second."""
+    bent = Surface([(1, 1, 0, 1.0), (1, 1, 500, 1.0), (1, 1, 1000, 5.0)])
+    assert bent.at(1, 1, 0) == 1.0
+
+
 def test_noise_around_a_staircase_is_smoothed() -> None:
     shaken = [(rows, 1, 64, stair(rows, 1, 64) * (1 + 0.05 * (-1) ** rows)) for rows in range(1, 65)]
     surface = Surface(shaken)

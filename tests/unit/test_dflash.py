@@ -312,6 +312,7 @@ def test_a_mask_token_outside_the_vocabulary_is_refused() -> None:
         ({"num_layers": 2, "layer_types": ("full_attention",)}, "names 1 layers"),
         ({"num_layers": 1, "layer_types": ("sliding_attention",)}, "window is not set"),
         ({"num_layers": 1, "layer_types": ("full_attention",), "window": 4}, "no layer"),
+        ({"window_from": "anchor"}, "no layer has a window"),
         ({"block_size": 1}, "predicts nothing"),
     ],
 )

@@ -10,13 +10,14 @@ import torch
 from dense_steps import FEATURES, TARGET, TEXT, Dense, network_of, stage
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from stepping import PROMPTS, SAMPLINGS, plain_embedding_target, same_text
+from stepping import NARROW, PROMPTS, SAMPLINGS, plain_embedding_target, same_text
 from tiny import VOCAB, tiny_engine
 from torch import Tensor
 
 from specflow.draft.base import SourceContext
+from specflow.draft.sources import eagle, mtp
 from specflow.draft.sources.eagle import SOURCE, EagleConfig, build, default_taps
-from specflow.errors import CheckpointError
+from specflow.errors import CheckpointError, GraphError
 from specflow.graph import DecodeGraph
 from specflow.noise import RoundNoise
 from specflow.recipe import parse_recipe
@@ -144,11 +145,18 @@ def test_default_taps_are_the_layers_before_those_entered() -> None:
         ({"variant": 1, "fc_norm": True}, "fc_norm: options of variant 3"),
         ({"fc_norm": True, "norm_before_fc": True}, "set one of them"),
         ({"variant": 2}, "variant"),
+        ({"bias": False}, "bias: an option of variant 1"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], found: str) -> None:
     with pytest.raises(ValidationError, match=found):
         EagleConfig(**options)
+
+
+@pytest.mark.parametrize("source", [eagle, mtp], ids=["eagle", "mtp"])
+def test_heads_must_share_keys_evenly(source: Any) -> None:
+    with pytest.raises(GraphError, match="3 query heads and 2"):
+        source.build(source.SOURCE.config(num_heads=3), SourceContext(target=TARGET, k=2))
 
 
 def test_a_first_eagle_that_says_what_the_target_says_is_always_right(tmp_path: Path) -> None:
@@ -196,7 +204,7 @@ def test_a_third_eagle_that_says_what_the_target_says_is_always_right(tmp_path: 
     "options", [{"variant": 1}, {"fc_norm": True, "norm_output": True, "draft_vocab_size": 25}], ids=["first", "third"]
 )
 def test_text_equals_vanilla(options: dict[str, Any], shape: str) -> None:
-    config = EagleConfig(shape=shape, nodes=10, branch=3, **options)  # type: ignore[arg-type]
+    config = EagleConfig(shape=shape, nodes=10, **NARROW[shape], **options)  # type: ignore[arg-type]
     same_text(lambda k: build(config, SourceContext(target=TARGET, k=k, draw="coupled")), TARGET)
 
 

@@ -79,6 +79,28 @@ def test_sampled_rules_do_not_depend_on_the_neighbours(rule: object) -> None:
     assert all(len(g.tokens) == 24 for g in together)
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_refused_tokens_and_those_behind_them_were_drafted(batch: int) -> None:
+    """Drafted is what was verified: only positions past a stop do not count."""
+    expected = plain(GREEDY)
+    engine, _ = drafted(Adversary, GREEDY, expected, k=5, batch=batch)
+    for generation in engine.generate(PROMPTS, GREEDY):
+        # 23 rounds of one token each; the bonus token takes one place of what is left
+        lengths = [min(5, left - 1) for left in range(23, 0, -1)]
+        counts = generation.counts
+        assert (counts.num_rounds, counts.num_draft_tokens) == (23, sum(lengths))
+        assert counts.drafted_at == [sum(length > position for length in lengths) for position in range(5)]
+        assert counts.reached_at == [22, 0, 0, 0, 0]
+
+
+def test_nothing_is_drafted_past_a_stop() -> None:
+    full = plain(GREEDY)[3]
+    stopping = GREEDY.model_copy(update={"stop_ids": (full.tokens[2],)})
+    assert full.tokens.index(full.tokens[2]) == 2
+    counts = drafted(Oracle, stopping, [full], k=7)[0].generate([PROMPTS[3]], stopping)[0].counts
+    assert (counts.num_rounds, counts.num_draft_tokens, counts.drafted_at) == (1, 2, [1, 1])
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_tree_is_counted_by_depth(batch: int) -> None:
     expected = plain(GREEDY)

@@ -107,6 +107,20 @@ def test_it_wakes_up_when_drafts_become_good() -> None:
     assert [drafted for drafted, _ in rounds[-5:]] == [K] * 5
 
 
+def test_a_probe_that_paid_is_followed_by_another_at_once() -> None:
+    """It is the next round's draft, though what earlier rounds taught still speaks against it."""
+    policy = started(Line(), probe=8)
+    play(policy, 0.0, 60)
+    while not (drafted := policy.budget([99], [0]).widest):
+        policy.observe([0], [0])
+    policy.observe([drafted], [drafted])
+    again = policy.budget([99], [0]).widest
+    assert again > 0
+    policy.observe([again], [0])
+    idle = play(policy, 0.0, 17)
+    assert [length > 0 for length, _ in idle] == [False] * 16 + [True]
+
+
 def test_dearer_contexts_and_batches_mean_shorter_drafts() -> None:
     costs = Line(row=0.02, slope=1e-4)
     depth = {context: play(started(costs), 0.8, 400, context=context)[-1][0] for context in (0, 1000, 20000)}

@@ -170,3 +170,4 @@ def test_a_cliff_is_a_sudden_end_that_was_seen_often_enough() -> None:
     assert measure.cliff(positions(80, 60, 45, 30, 20)) is None
     assert measure.cliff(positions(80, 15, 0)) is None  # the third position was reached 15 times
     assert measure.cliff(positions(2, 0)) is None  # nothing held before
+    assert measure.cliff(positions(50, 6)) is None  # a quarter of what held before

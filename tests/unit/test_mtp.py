@@ -9,7 +9,7 @@ import torch
 from dense_steps import FEATURES, TARGET, TEXT, Dense, Stage, network_of, stage
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from stepping import PROMPTS, SAMPLINGS, plain_embedding_target, same_text
+from stepping import NARROW, PROMPTS, SAMPLINGS, plain_embedding_target, same_text
 from tiny import tiny_engine
 from torch import Tensor
 
@@ -131,7 +131,7 @@ def test_a_module_that_says_what_the_target_says_is_always_right(tmp_path: Path,
 )
 @pytest.mark.parametrize("shape", ["chain", "beam", "static"])
 def test_text_equals_vanilla(options: dict[str, int], shape: str) -> None:
-    config = MTPConfig(shape=shape, nodes=10, branch=3, **options)  # type: ignore[arg-type]
+    config = MTPConfig(shape=shape, nodes=10, **NARROW[shape], **options)  # type: ignore[arg-type]
     same_text(lambda k: build(config, SourceContext(target=TARGET, k=k, draw="coupled")), TARGET)
 
 

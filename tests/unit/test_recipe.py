@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from specflow.cli.app import app
+from specflow.draft.checkpoint import read_options
 from specflow.draft.registry import SourceInfo, SourceRegistry, discover
 from specflow.errors import RecipeError
 from specflow.length import POLICIES
@@ -281,6 +282,22 @@ def test_a_full_dump_leaves_nothing_to_defaults() -> None:
     assert set(data) == set(Recipe.model_fields)
     assert data["draft"]["k"] == 8
     assert data["target"]["dtype"] == "auto"
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_dump_leaves_to_a_checkpoint_what_the_recipe_left_to_it(tmp_path: Path, full: bool) -> None:
+    """And keeps what the recipe insists on, be it a default."""
+    (tmp_path / "config.json").write_text(json.dumps({"num_layers": 2, "block_size": 5}))
+    weights = str(tmp_path)
+    alone = {"method": "dspark", "k": 4, "layout": "shifted", "weights": weights}
+    for draft in (alone, {"first_of": ({"method": "suffix"}, alone), "k": 4}):
+        recipe = parse_recipe({"draft": draft})
+        again = parse_recipe(recipe_data(recipe, full))
+        assert again == recipe
+        assert again.draft is not None
+        options = again.draft.parts[-1].options
+        assert options.model_fields_set == {"layout", "weights"}
+        assert getattr(read_options(options, weights), "num_layers") == 2  # noqa: B009 - of a source's own config
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -232,6 +232,11 @@ class TestAdapter:
         changed = open_adapter(str(tmp_path), 0, 4, target_of())(hidden)
         torch.testing.assert_close(changed, hidden + (hidden @ down.double().T).sum(-1, keepdim=True))
 
+    def test_one_without_its_rank_is_refused(self, tmp_path: Path) -> None:
+        save_file({"adapter.down.weight": torch.zeros(4, 64)}, tmp_path / "model.safetensors")
+        with pytest.raises(GraphError, match=r"draft\.weights: an adapter without adapter_rank"):
+            drafting({**TAIL, "weights": str(tmp_path)})
+
     def test_a_checkpoint_of_another_rank_is_refused(self, tmp_path: Path) -> None:
         save_file({"adapter.down.weight": torch.zeros(4, 64)}, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=r"adapter\.down\.weight has shape \(4, 64\)"):

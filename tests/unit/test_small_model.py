@@ -11,12 +11,14 @@ import pytest
 import torch
 from families import make_adapter, make_model, make_native
 from pydantic import ValidationError
+from stepping import NARROW
 from tiny import VOCAB, NumberText, tiny_target
 
 from specflow.draft.base import SourceContext
 from specflow.draft.chain import ChainDrafter
-from specflow.draft.lm_model import TOGETHER, LanguageModel
+from specflow.draft.lm_model import LanguageModel
 from specflow.draft.lm_vocabulary import check_vocabularies
+from specflow.draft.pending import TOGETHER
 from specflow.draft.sources.small_model import SOURCE, SmallModelConfig, build
 from specflow.draft.steps import Frontier
 from specflow.engine import Engine, EngineParts, EngineSettings
@@ -167,7 +169,7 @@ def test_branches_equal_their_paths() -> None:
 
 @pytest.mark.parametrize("shape", ["beam", "sampled"])
 def test_trees_over_a_cache_of_its_own(shape: str) -> None:
-    options = SmallModelConfig(shape=shape, nodes=24, branch=4, widths=(3, 2, 1))  # type: ignore[arg-type]
+    options = SmallModelConfig(shape=shape, nodes=24, **NARROW[shape])  # type: ignore[arg-type]
     drafter = build(options.model_copy(update={"model": "itself"}), context_of(TARGET, 3, load_model=itself))
     for batch in (1, 4):
         found = decode(drafter, GREEDY, k=3, batch=batch)
@@ -280,6 +282,10 @@ class TestRandomModel:
             blocks.append(block.tokens.tolist())
         assert blocks[0] == blocks[1] != blocks[2]
 
+    def test_it_says_that_it_is_random(self, caplog: pytest.LogCaptureFixture) -> None:
+        build(SmallModelConfig(), context_of(TARGET))
+        assert "no `model`: the draft model is random" in caplog.text
+
     def test_own_dtype(self) -> None:
         drafter = build(SmallModelConfig(dtype="bfloat16"), context_of(TARGET))
         assert texts(decode(drafter, GREEDY, batch=4)) == vanilla(GREEDY)
@@ -289,3 +295,5 @@ class TestRandomModel:
             SOURCE.config(width=65, heads=4)
         with pytest.raises(ValidationError):
             SOURCE.config(device="somewhere")
+        with pytest.raises(ValidationError, match="width, seed: options of a random draft model, and model is some"):
+            SOURCE.config(model="some", width=128, seed=1)

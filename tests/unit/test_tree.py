@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specflow.law import PointMass
-from specflow.tree import chain, from_parents, from_paths, path_to, scoring_rows, valid_nodes
+from specflow.tree import chain, extents, from_parents, from_paths, path_to, scoring_rows, valid_nodes
 from specflow.types import PAD, DraftBlock
 
 CPU = torch.device("cpu")
@@ -102,3 +102,20 @@ def test_valid_nodes_are_those_with_a_token() -> None:
     tokens = torch.tensor([[4, 0, PAD], [PAD, PAD, PAD]])
     block = DraftBlock(tokens, (2, 0), chain(3, CPU), PointMass(tokens, 5))
     assert valid_nodes(block).tolist() == [[True, True, False], [False, False, False]]
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 6])
+def test_extents_are_counted_by_row(num_nodes: int) -> None:
+    draws = random.Random(num_nodes)
+    for parents in (random_parents(num_nodes, 3, num_nodes), [list(range(-1, num_nodes - 1))] * 3):
+        straight = parents[0] == list(range(-1, num_nodes - 1))
+        sizes = [draws.randrange(num_nodes + 1) for _ in parents]
+        tokens = torch.tensor([[4] * size + [PAD] * (num_nodes - size) for size in sizes]).view(3, num_nodes).long()
+        tree = from_parents(torch.tensor(parents, dtype=torch.int64).view(3, num_nodes))
+        deep = [
+            max((len(walk(row, node)) - 1 for node in range(size + 1)), default=0)
+            for row, size in zip(parents, sizes, strict=True)
+        ]
+        for shape in (tree, chain(num_nodes, CPU)) if straight else (tree,):
+            block = DraftBlock(tokens, tuple(sizes), shape, PointMass(tokens, 9))
+            assert extents(block).tolist() == [[size, depth] for size, depth in zip(sizes, deep, strict=True)]

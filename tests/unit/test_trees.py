@@ -196,7 +196,7 @@ def test_impossible_tokens_are_not_drafted() -> None:
     marginals = TableMarginals(6, depth=2)
     marginals.table[:, :, 3:] = -torch.inf
     for shape in ("static", "beam", "best_first"):
-        options = ShapeOptions(shape=shape, nodes=12, branch=4)
+        options = ShapeOptions(shape=shape, nodes=12)
         block = propose(ParallelModel(marginals), options, [2], vocab_size=6)
         assert block is not None
         there = [path for path in paths_of(block, 0) if path is not None]
@@ -322,19 +322,20 @@ def test_nothing_to_draft_is_no_block(options: ShapeOptions) -> None:
 @pytest.mark.parametrize("shape", ["static", "beam", "best_first", "sampled"])
 @pytest.mark.parametrize(("nodes", "branch", "depth"), [(1, 1, 1), (1, 8, 5), (9, 1, 5), (9, 8, 1), (3, 1, 16)])
 def test_degenerate_trees(shape: str, nodes: int, branch: int, depth: int) -> None:
-    widths = (min(branch, nodes),) if nodes < 9 else (branch,)
+    width: dict[str, object] = {"branch": branch} if shape in ("static", "beam") else {}
+    if shape == "sampled":
+        width = {"widths": (min(branch, nodes),)}
     model = TableModel(2, seed=3)
-    options = ShapeOptions(shape=shape, nodes=nodes, branch=branch, widths=widths)
+    options = ShapeOptions(shape=shape, nodes=nodes, **width)  # type: ignore[arg-type]
     block = propose(model, options, [depth, 1], vocab_size=2)
     assert block is not None
     assert 1 <= block.num_nodes <= nodes
-    if shape != "sampled" and branch == 1:
+    if shape == "beam" and branch == 1:
         chain = ChainDrafter(model, context_of(2, min(depth, nodes)))
         chain.reset(1, cache_of(STARTS[:1]))
         straight = chain.propose(ANCHORS[:1], DraftBudget((depth,)), noise_of(STARTS[:1]))
         assert straight is not None
-        if shape == "beam":
-            assert block.tokens[:1].equal(straight.tokens[:, :nodes])
+        assert block.tokens[:1].equal(straight.tokens[:, :nodes])
     for row in range(2):
         assert paths_of(block, row)[0] is not None
 
@@ -420,11 +421,24 @@ def test_the_generic_table_decays() -> None:
         ({"shape": "sampled", "widths": [4, 4, 4]}, "84 nodes, more than nodes: 24"),
         ({"widths": [2, 0]}, "at least one child"),
         ({"widths": []}, "at least one child"),
+        ({"widths": [2, 1]}, "widths goes with shape sampled, and shape is chain"),
+        ({"shape": "best_first", "branch": 4}, "branch goes with shape beam or static, and shape is best_first"),
+        ({"shape": "static", "paths": [[0]], "branch": 4}, "branch is of the generic tree, and there are paths"),
     ],
 )
 def test_wrong_shapes_are_refused_in_words(given: dict[str, object], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         ShapeOptions.model_validate(given)
+
+
+def test_a_network_shallower_than_k_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = TableModel(61)
+    for options in (ShapeOptions(), ShapeOptions(shape="beam")):
+        caplog.clear()
+        make_drafter(options, model, context_of(61, model.most_depth))
+        assert not caplog.records
+        make_drafter(options, model, context_of(61, model.most_depth + 1))
+        assert "draft.k is 17, and the drafter goes 16 positions deep" in caplog.text
 
 
 def test_the_default_shape_is_a_chain() -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specflow.draft.backbone_options import BackboneOptions
-from specflow.draft.corrected import CorrectorOptions
+from specflow.draft.corrected import ParallelOptions, parallel_drafter
 from specflow.draft.registry import SourceInfo
-from specflow.draft.shapes import ShapeOptions
 
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
@@ -19,28 +18,15 @@ if TYPE_CHECKING:
 __all__ = ["SOURCE", "DFlashConfig", "build"]
 
 
-class DFlashConfig(BackboneOptions, CorrectorOptions, ShapeOptions):
+class DFlashConfig(BackboneOptions, ParallelOptions):
     """The network, what corrects it, and the shape of its blocks."""
 
 
 def build(config: DFlashConfig, context: SourceContext) -> Drafter:
-    """The drafter for a loaded target.
-
-    Raises:
-        CheckpointError: The weights do not fit the options or the target.
-        GraphError: The options do not fit each other, k or the target.
-    """
+    """The drafter for a loaded target; see `parallel_drafter`."""
     from specflow.draft.backbone import ContextBackbone
-    from specflow.draft.checkpoint import open_weights, read_options
-    from specflow.draft.corrected import assemble
-    from specflow.draft.shapes import make_drafter
 
-    options = read_options(config, config.weights)
-    reader = open_weights(options.weights, options.seed, context.target)
-    network = ContextBackbone(options, reader, context)
-    model, head = assemble(network, options, reader, context)
-    reader.close()
-    return make_drafter(options, model, context, head)
+    return parallel_drafter(config, context, ContextBackbone)
 
 
 SOURCE = SourceInfo(

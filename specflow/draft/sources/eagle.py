@@ -50,6 +50,8 @@ class EagleConfig(FeatureOptions):
         wrong = [name for name in _OF_VARIANT_3 if getattr(self, name) != type(self).model_fields[name].default]
         if self.variant == 1 and wrong:
             raise ValueError(f"{', '.join(wrong)}: options of variant 3, and the variant is 1")
+        if self.variant == 3 and not self.bias:
+            raise ValueError("bias: an option of variant 1, and the variant is 3, whose fc adds none")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm norms each tap and norm_before_fc all at once; set one of them")
         return self
@@ -122,18 +124,10 @@ def _read_fusion(config: EagleConfig, reader: WeightReader, shape: BlockShape, n
 
 
 def build(config: EagleConfig, context: SourceContext) -> Drafter:
-    """The drafter for a loaded target.
-
-    Raises:
-        CheckpointError: The weights do not fit the options or the target.
-        GraphError: The options do not fit k.
-    """
-    from specflow.draft.checkpoint import open_weights, read_options
+    """The drafter for a loaded target; see `feature_drafter`."""
     from specflow.draft.feature_model import feature_drafter
 
-    options = read_options(config, config.weights)
-    reader = open_weights(options.weights, options.seed, context.target)
-    return feature_drafter(options, read_network(options, reader, context.target), reader, context)
+    return feature_drafter(config, context, read_network)
 
 
 SOURCE = SourceInfo(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from specflow.draft.base import Needs
-from specflow.draft.corrected import CorrectorOptions
+from specflow.draft.corrected import ParallelOptions, parallel_drafter
 from specflow.draft.registry import SourceInfo
 from specflow.draft.shapes import ShapeOptions
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["SOURCE", "MedusaConfig", "MedusaModel", "build"]
 
 
-class MedusaConfig(ShapeOptions, CorrectorOptions):
+class MedusaConfig(ParallelOptions):
     """Heads on the target's last hidden row."""
 
     shape: Literal["chain", "static", "beam", "best_first", "sampled"] = Field(
@@ -42,11 +42,6 @@ class MedusaConfig(ShapeOptions, CorrectorOptions):
     draft_vocab_size: int | None = Field(
         None, ge=1, description="size of a reduced draft vocabulary, whose ids `d2t` maps; none: the target's"
     )
-    weights: str | None = Field(
-        None,
-        description="directory with model.safetensors and config.json; none: small random weights, plumbing only",
-    )
-    seed: int = Field(0, ge=0, description="of the random weights")
 
 
 class MedusaModel:
@@ -119,17 +114,8 @@ class MedusaModel:
 
 
 def build(config: MedusaConfig, context: SourceContext) -> Drafter:
-    """The drafter for a loaded target."""
-    from specflow.draft.checkpoint import open_weights, read_options
-    from specflow.draft.corrected import assemble
-    from specflow.draft.shapes import make_drafter
-
-    config = read_options(config, config.weights)
-    reader = open_weights(config.weights, config.seed, context.target)
-    network = MedusaModel(config, reader, context)
-    model, head = assemble(network, config, reader, context)
-    reader.close()
-    return make_drafter(config, model, context, head)
+    """The drafter for a loaded target; see `parallel_drafter`."""
+    return parallel_drafter(config, context, MedusaModel)
 
 
 SOURCE = SourceInfo(
@@ -141,5 +127,5 @@ SOURCE = SourceInfo(
     offers=("marginals", "confidence"),
     law="sampled",
     reads=("features",),
-    confidence_from="prefix",
+    confidence_from="self",
 )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.nn.feature_step import FeatureStep, NetworkParts
     from specflow.draft.nn.weights import WeightReader
+    from specflow.target.base import Target
     from specflow.types import BlockShape
 
 __all__ = ["SOURCE", "MTPConfig", "build", "read_network"]
@@ -47,7 +48,6 @@ class MTPConfig(FeatureOptions):
         "post_norm", description="a module's output as the next one reads it: before or after its final norm"
     )
     zero_first: bool = Field(False, description="the embedding at position 0 is zero")
-    offset_norms: bool = Field(False, description="gains are stored as their distance from 1 (Qwen3-Next)")
 
     @model_validator(mode="after")
     def _one_module_to_unroll(self) -> MTPConfig:
@@ -56,11 +56,12 @@ class MTPConfig(FeatureOptions):
         return self
 
 
-def read_network(config: MTPConfig, reader: WeightReader, shape: BlockShape) -> NetworkParts:
+def read_network(config: MTPConfig, reader: WeightReader, target: Target) -> NetworkParts:
     """The modules from their tensors."""
     from specflow.draft.base import Needs
     from specflow.draft.nn.feature_step import NetworkParts
 
+    shape = config.shape_for(target.info.shape)
     several = config.num_modules > 1
     prefixes = [f"mtp.{index}" for index in range(config.num_modules)] if several else ["mtp"]
     steps = [_read_step(config, reader, shape, prefix) for prefix in prefixes]
@@ -91,19 +92,10 @@ def _read_step(config: MTPConfig, reader: WeightReader, shape: BlockShape, prefi
 
 
 def build(config: MTPConfig, context: SourceContext) -> Drafter:
-    """The drafter for a loaded target.
-
-    Raises:
-        CheckpointError: The weights do not fit the options or the target.
-        GraphError: The options do not fit k.
-    """
-    from specflow.draft.checkpoint import open_weights, read_options
+    """The drafter for a loaded target; see `feature_drafter`."""
     from specflow.draft.feature_model import feature_drafter
 
-    options = read_options(config, config.weights)
-    reader = open_weights(options.weights, options.seed, context.target, options.offset_norms)
-    parts = read_network(options, reader, options.shape_for(context.target.info.shape))
-    return feature_drafter(options, parts, reader, context)
+    return feature_drafter(config, context, read_network)
 
 
 SOURCE = SourceInfo(

@@ -63,7 +63,7 @@ def build(config: SkippedLayersConfig, context: SourceContext) -> Drafter:
     """The drafter for a loaded target.
 
     Raises:
-        GraphError: A layer is named that the target does not have.
+        GraphError: A layer is named that the target does not have, or weights that nothing reads.
         CheckpointError: The adapter's tensors do not fit.
     """
     from specflow.draft.checkpoint import read_options
@@ -77,6 +77,7 @@ def build(config: SkippedLayersConfig, context: SourceContext) -> Drafter:
 def _shortcut(config: SkippedLayersConfig, context: SourceContext) -> Shortcut:
     from specflow.draft.lm_shared import open_adapter
     from specflow.draft.lm_steps import Shortcut
+    from specflow.errors import GraphError
     from specflow.types import Skip
 
     num_layers = context.target.info.num_layers
@@ -87,6 +88,9 @@ def _shortcut(config: SkippedLayersConfig, context: SourceContext) -> Shortcut:
     layer = max(1, 2 * num_layers // 3) if config.exit_layer is None else config.exit_layer
     _check_layers("exit_layer", (layer,), num_layers)
     rank = config.adapter_rank
+    if rank is None and config.weights is not None:
+        hint = "set adapter_rank, here or in the checkpoint's config.json, or leave the weights out"
+        raise GraphError("draft.weights", "an adapter without adapter_rank: nothing would read it", "its rank", hint)
     adapter = None if rank is None else open_adapter(config.weights, config.seed, rank, context.target)
     return Shortcut(exit_layer=layer, adapter=adapter)
 

@@ -5,6 +5,7 @@ Leviathan et al. 2211.17192; Chen et al. 2302.01318. The draft model knows the t
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from specflow.target.base import Target
 
 __all__ = ["SOURCE", "SmallModelConfig", "build"]
+
+log = logging.getLogger(__name__)
+
+_OF_A_RANDOM_ONE = ("layers", "width", "heads", "seed")
 
 
 class SmallModelConfig(ShapeOptions):
@@ -44,6 +49,13 @@ class SmallModelConfig(ShapeOptions):
             raise ValueError(f"width is {self.width}; expected a multiple of {2 * self.heads} with {self.heads} heads")
         return self
 
+    @model_validator(mode="after")
+    def _sizes_of_a_random_one(self) -> SmallModelConfig:
+        set_anyway = [n for n in _OF_A_RANDOM_ONE if getattr(self, n) != type(self).model_fields[n].default]
+        if self.model is not None and set_anyway:
+            raise ValueError(f"{', '.join(set_anyway)}: options of a random draft model, and model is {self.model}")
+        return self
+
 
 def build(config: SmallModelConfig, context: SourceContext) -> Drafter:
     """The drafter for a loaded target.
@@ -55,6 +67,7 @@ def build(config: SmallModelConfig, context: SourceContext) -> Drafter:
     from specflow.draft.lm_vocabulary import check_vocabularies
 
     if config.model is None:
+        log.warning("no `model`: the draft model is random; it proves plumbing only and accepts nothing")
         return make_drafter(config, LanguageModel(_random_model(config, context.target), context), context)
     assert context.load_model is not None, "nobody gave a loader of models"
     device = config.device or str(context.target.info.device)

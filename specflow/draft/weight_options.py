@@ -1,0 +1,52 @@
+"""Options of drafters that are checkpoints: where their tensors are, and the sizes of their blocks. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specflow.errors import GraphError
+from specflow.types import BlockShape
+
+__all__ = ["BlockOptions", "WeightOptions"]
+
+
+class WeightOptions(BaseModel):
+    """Where the tensors of a drafter come from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weights: str | None = Field(
+        None,
+        description="directory with model.safetensors (and config.json); none: small random weights, plumbing only",
+    )
+    seed: int = Field(0, ge=0, description="of the random weights")
+
+
+class BlockOptions(WeightOptions):
+    """A drafter whose decoder blocks are the target's, but where it says otherwise."""
+
+    num_heads: int | None = Field(None, ge=1, description="query heads; none: the target's")
+    num_kv_heads: int | None = Field(None, ge=1, description="key and value heads; none: the target's")
+    head_width: int | None = Field(None, ge=2, multiple_of=2, description="width of a head; none: the target's")
+    mlp_size: int | None = Field(None, ge=1, description="width of the MLP; none: the target's")
+    eps: float | None = Field(None, gt=0.0, description="of the norms; none: the target's")
+    rope_theta: float | None = Field(None, gt=0.0, description="base of the rotary positions; none: the target's")
+    max_positions: int | None = Field(
+        None, ge=1, description="positions it was trained for; longer texts go on undrafted; none: the target's"
+    )
+
+    def shape_for(self, target: BlockShape) -> BlockShape:
+        """Sizes of the drafter's blocks.
+
+        Raises:
+            GraphError: Query heads do not share key and value heads evenly.
+        """
+        names = ("num_heads", "num_kv_heads", "head_width", "mlp_size", "eps", "rope_theta")
+        shape = replace(target, **{name: value for name in names if (value := getattr(self, name)) is not None})
+        if shape.num_heads % shape.num_kv_heads:
+            found = f"{shape.num_heads} query heads and {shape.num_kv_heads} key and value heads"
+            hint = f"set draft.num_kv_heads to a divisor of {shape.num_heads}"
+            raise GraphError("draft.num_heads", found, "a multiple of num_kv_heads", hint)
+        return shape
