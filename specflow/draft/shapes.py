@@ -26,7 +26,7 @@ RankPath = tuple[int, ...]
 """A node by the ranks that lead to it: (1, 0) is the likeliest child of the anchor's second likeliest child."""
 
 
-_OF_SHAPES = {"branch": ("beam", "static"), "widths": ("sampled",)}
+_OF_SHAPES = {"accuracies": ("static",), "branch": ("beam", "static"), "widths": ("sampled",)}
 """Options that mean nothing in other shapes."""
 
 
@@ -53,6 +53,11 @@ class ShapeOptions(BaseModel):
         description="static tree: each node as the ranks that lead to it, e.g. [[0], [0, 0], [1]]; null builds one "
         "from generic rank accuracies",
     )
+    accuracies: tuple[tuple[float, ...], ...] | None = Field(
+        None,
+        description="static tree: how often the true token is the draft's one of each rank, a list for each depth, as "
+        "measured; the tree of most expected tokens is built from it; null takes a generic table",
+    )
     widths: tuple[int, ...] = Field((3, 2, 1, 1), description="sampled tree: children of every node, level by level")
 
     @field_validator("paths")
@@ -75,6 +80,16 @@ class ShapeOptions(BaseModel):
             known.add(path)
         return paths
 
+    @field_validator("accuracies")
+    @classmethod
+    def _are_chances(cls, table: tuple[tuple[float, ...], ...] | None) -> tuple[tuple[float, ...], ...] | None:
+        if table is not None:
+            if not table or not all(table):
+                raise ValueError("accuracies lack ranks; each depth needs at least one")
+            if any(not 0.0 <= each <= 1.0 for level in table for each in level):
+                raise ValueError("accuracies are probabilities, between 0 and 1")
+        return table
+
     @field_validator("widths")
     @classmethod
     def _has_levels(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -90,6 +105,8 @@ class ShapeOptions(BaseModel):
             _check_size("paths", len(self.paths), self.nodes)
             if self.branch != ShapeOptions.model_fields["branch"].default:
                 raise ValueError("branch is of the generic tree, and there are paths; leave one of them out")
+            if self.accuracies is not None:
+                raise ValueError("paths and accuracies both describe the static tree; leave one of them out")
         for name, shapes in _OF_SHAPES.items():
             if getattr(self, name) != ShapeOptions.model_fields[name].default and self.shape not in shapes:
                 raise ValueError(f"{name} goes with shape {' or '.join(shapes)}, and shape is {self.shape}")
@@ -113,7 +130,8 @@ class ShapeOptions(BaseModel):
         elif self.paths is not None:
             paths = self.paths
         else:
-            paths = greedy_paths(generic_accuracies(depth, min(self.branch, num_ranks)), self.nodes)
+            table = self.accuracies or generic_accuracies(depth, min(self.branch, num_ranks))
+            paths = greedy_paths([level[:num_ranks] for level in table[:depth]], self.nodes)
         kept = (path for path in paths if len(path) <= depth and max(path) < num_ranks)
         return tuple(sorted(kept, key=lambda path: (len(path), path)))
 

@@ -399,6 +399,15 @@ def test_rank_accuracies_count_where_the_truth_stood() -> None:
     assert rank_accuracies([logits], [truth], 3) == [[0.25, 0.25, 0.25]]
 
 
+def test_a_static_tree_is_built_from_measured_accuracies() -> None:
+    """The second rank is the better one at depth 2: the tree follows the table, within depth and vocabulary."""
+    table = ((0.5, 0.3), (0.1, 0.4, 0.05))
+    options = ShapeOptions(shape="static", nodes=3, accuracies=table)
+    assert set(options.static_paths(2, 8)) == {(0,), (1,), (0, 1)}
+    assert set(options.static_paths(1, 8)) == {(0,), (1,)}
+    assert set(options.static_paths(2, 1)) == {(0,), (0, 0)}
+
+
 def test_the_generic_table_decays() -> None:
     table = generic_accuracies(4, 5)
     assert all(level == sorted(level, reverse=True) and sum(level) <= 1.0 for level in table)
@@ -423,6 +432,10 @@ def test_the_generic_table_decays() -> None:
         ({"widths": []}, "at least one child"),
         ({"widths": [2, 1]}, "widths goes with shape sampled, and shape is chain"),
         ({"shape": "best_first", "branch": 4}, "branch goes with shape beam or static, and shape is best_first"),
+        ({"shape": "static", "accuracies": [[1.5]]}, "accuracies are probabilities, between 0 and 1"),
+        ({"shape": "static", "accuracies": [[]]}, "accuracies lack ranks"),
+        ({"shape": "beam", "accuracies": [[0.5]]}, "accuracies goes with shape static"),
+        ({"shape": "static", "paths": [[0]], "accuracies": [[0.5]]}, "paths and accuracies both describe"),
         ({"shape": "static", "paths": [[0]], "branch": 4}, "branch is of the generic tree, and there are paths"),
     ],
 )
