@@ -10,6 +10,7 @@ import torch
 
 from specflow.allocator import keep_freed_memory, return_freed_memory
 from specflow.cost import find_profile
+from specflow.device import find_device
 from specflow.draft.base import SourceContext
 from specflow.draft.combine import FirstOf, Merge, Part
 from specflow.engine import Engine, EngineParts, EngineSettings
@@ -98,7 +99,7 @@ def load_target(section: TargetSection) -> LoadedTarget:
     files = resolve_model(section.model, section.revision, section.trust_remote_code)
     config = _read_config(files, section)
     codec = load_tokenizer(files, section.trust_remote_code)
-    device = _device(section.device)
+    device = find_device(section.device, "target.device")
     dtype = _dtype(section.dtype, device, config)
     invariant = None if section.row_invariant == "auto" else section.row_invariant
     options = TargetOptions(files.name, dtype, device, codec.stop_ids, invariant)
@@ -135,18 +136,6 @@ def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
             section.model, f"its configuration cannot be read: {reason}", "a model that transformers knows"
         ) from error
     return config
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device = torch.device(name)
-    missing = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
-    if missing.get(device.type, False):
-        raise ModelError(
-            "target.device", f"{name} is not available here", "cpu", "run `specflow doctor` to see the devices"
-        )
-    return device
 
 
 def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:

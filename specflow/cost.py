@@ -224,6 +224,7 @@ def _timing(row: Mapping[str, Any], size: str) -> Timing:
     median, p25, p75 = (float(row[f"{name}_s"]) for name in ("median", "p25", "p75"))
     timing = Timing(int(row[size]), int(row["batch"]), int(row["context"]), Spread(median, p25, p75, int(row["count"])))
     sound = timing.size >= 0 and timing.batch >= 1 and timing.context >= 0 and 0 <= median < float("inf")
+    sound = sound and (median > 0 or size != "rows")  # a pass takes time; an overhead may be too small to see
     if not sound:
         raise ValueError(f"no timing: {dict(row)}")
     return timing
@@ -372,6 +373,6 @@ def _read(path: Path) -> tuple[ProfileKey, CostModel]:
             raise ValueError(f"format {data['format']!r}")
         key = ProfileKey(dict(data["target"]), data["draft"], dict(data["machine"]))
         return key, CostModel.from_data(data["seconds"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         found = f"cannot be read: {type(error).__name__}: {error}"
         raise DataError(str(path), found, f"a profile of format {FORMAT}", "measure again: specflow profile") from error

@@ -1,13 +1,36 @@
-"""What the host may ask of a device in the middle of a round."""
+"""Devices by name, and what the host may ask of one in the middle of a round."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specflow.errors import ModelError
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["asking_is_free"]
+__all__ = ["asking_is_free", "find_device"]
+
+
+def find_device(name: str, where: str) -> torch.device:
+    """A device of this machine; `auto` is the fastest kind there is.
+
+    Args:
+        name: As recipes spell it: auto, cpu, cuda, cuda:0, mps.
+        where: Key of the recipe, for the error.
+
+    Raises:
+        ModelError: It is not available here.
+    """
+    import torch
+
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        name = next((kind for kind, found in there.items() if found), "cpu")
+    device = torch.device(name)
+    if not there.get(device.type, True):
+        raise ModelError(where, f"{name} is not available here", "cpu", "run `specflow doctor` to see the devices")
+    return device
 
 
 def asking_is_free(device: torch.device) -> bool:

@@ -139,7 +139,14 @@ def read_recipe(path: str | Path) -> Document:
 
 def parse_recipe(data: Mapping[str, Any], name: str = "recipe") -> Recipe:
     """A recipe from plain data; errors are those of a file without line numbers."""
-    return _validate(Document(name, copy.deepcopy(dict(data))))
+    return _validate(Document(name, _with_tuples(dict(data))))
+
+
+def _with_tuples(data: Any) -> Any:
+    """A copy of plain data whose lists are tuples, which is what sections hold."""
+    if isinstance(data, list | tuple):
+        return tuple(_with_tuples(each) for each in data)
+    return {key: _with_tuples(value) for key, value in data.items()} if isinstance(data, dict) else copy.copy(data)
 
 
 def recipe_data(recipe: Recipe, full: bool = False) -> dict[str, Any]:
@@ -236,8 +243,15 @@ def _recipe_error(document: Document, problems: Sequence[Problem]) -> RecipeErro
 
 
 def _problems(error: ValidationError) -> Iterator[Problem]:
-    for detail in error.errors():
-        yield _problem(detail)
+    details = error.errors()
+    for detail in details:
+        # A list loses its faulty members and then seems too short.
+        place = detail["loc"]
+        faulty = detail["type"] == "too_short" and any(
+            other["loc"][: len(place)] == place and len(other["loc"]) > len(place) for other in details
+        )
+        if not faulty:
+            yield _problem(detail)
 
 
 def _problem(detail: ErrorDetails) -> Problem:

@@ -117,6 +117,8 @@ def expand_method(data: Any) -> Any:
         return data
     presets = {name: (info, fixed) for info in discover().values() for name, fixed in info.presets().items()}
     given = dict(data)
+    if nested := _policy(given):
+        raise fault(nested, "a combination inside a combination", "one source; list its parts in the outer one")
     if "method" not in given:
         if "source" not in given:
             raise fault("", "neither method nor source", "one of them")

@@ -62,12 +62,15 @@ def check_recipe(recipe: Recipe) -> Recipe:
     """The recipe, if it can be searched.
 
     Raises:
-        RecipeError: Its source leaves no sub-layers out, or its k is 0.
+        RecipeError: Its source does not leave single sub-layers out, or its k is 0.
     """
     draft = recipe.draft
-    if draft is None or draft.k < 1 or not set(OPTIONS) <= set(type(draft).model_fields):
-        found = "no draft" if draft is None else f"{type(draft).__name__} with k = {draft.k}"
-        raise RecipeError("draft", found, f"one source with {' and '.join(OPTIONS)}, and k of 1 or more")
+    fits = draft is not None and draft.k > 0 and set(OPTIONS) <= set(type(draft).model_fields)
+    if draft is None or not fits or getattr(draft, "leave_out", "sublayers") != "sublayers":
+        named = "no draft" if draft is None else ", ".join(part.method or part.source for part in draft.parts)
+        found = named if draft is None else f"{named} with k {draft.k}"
+        expected = f"one source that can leave sub-layers out ({', '.join(OPTIONS)}), and a k of 1 or more"
+        raise RecipeError("draft", found, expected, "search layer_skip, or a recipe made from it")
     return recipe
 
 

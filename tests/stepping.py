@@ -16,10 +16,10 @@ SAMPLINGS = [Sampling(temperature=T, seed=3, max_new_tokens=10, ignore_eos=True)
 DEPTHS = (1, 3, 16)
 NARROW: dict[str, dict[str, object]] = {
     "chain": {},
-    "static": {"branch": 3},
-    "beam": {"branch": 3},
-    "best_first": {},
-    "sampled": {"widths": (2, 2, 1)},
+    "static": {"branch": 3, "nodes": 10},
+    "beam": {"branch": 3, "nodes": 10},
+    "best_first": {"nodes": 10},
+    "sampled": {"widths": (2, 2, 1), "nodes": 10},
 }
 """What makes a small tree of each shape."""
 

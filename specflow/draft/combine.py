@@ -136,15 +136,14 @@ class FirstOf(_Parts):
         width = max(block.num_nodes for block in blocks)
         index = torch.tensor(serves, device=self._device)
         tokens = _by_row([_padded(block.tokens, width, PAD) for block in blocks], index)
-        confidences = [block.confidence for block in blocks if block.confidence is not None]
-        all_say = len(confidences) == len(blocks)
+        unsure = [block for block in blocks if block.confidence is not None]  # the others' rows are never cut
         return DraftBlock(
             tokens=tokens,
             lengths=tuple(blocks[number].lengths[row] for row, number in enumerate(serves)),
             topology=_mixed_topology(blocks, index, width),
             law=self._law(blocks, index, tokens),
-            confidence=_by_row([_padded(each, width, 1.0) for each in confidences], index) if all_say else None,
-            confidence_from=max((block.confidence_from for block in blocks), key=SAFEST_FIRST.index),
+            confidence=_by_row([_confidence(block, width) for block in blocks], index) if unsure else None,
+            confidence_from=max((block.confidence_from for block in unsure), key=SAFEST_FIRST.index, default="context"),
             lengths_from=max((block.lengths_from for block in blocks), key=SAFEST_FIRST.index),
             structure_from="sampled" if any(block.structure_from == "sampled" for block in blocks) else "context",
             # A row of single children, or of children that nobody drew, is one without replacement, too.
@@ -204,6 +203,13 @@ class Merge(_Parts):
 def _padded(values: Tensor, width: int, spare: float) -> Tensor:
     """# [B or 1, N] -> [B or 1, width]"""
     return F.pad(values, (0, width - values.shape[1]), value=spare)
+
+
+def _confidence(block: DraftBlock, width: int) -> Tensor:
+    """1 where nobody doubts a node.  # [B, width]"""
+    if block.confidence is None:
+        return torch.ones(len(block.tokens), width, device=block.tokens.device)
+    return _padded(block.confidence, width, 1.0)
 
 
 def _by_row(values: Sequence[Tensor], index: Tensor) -> Tensor:

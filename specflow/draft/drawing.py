@@ -89,6 +89,25 @@ class Chooser:
         return Choices(self, self._rows, numbers)
 
 
+def draft_probs(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
+    """What draft tokens are drawn from, as each request samples.
+
+    Logits that overflowed say nothing; such a row drafts token 0 with certainty, which any rule weighs as it is.
+
+    Args:
+        logits: Of the draft.  # [B, R, Vd]
+        rows: # [B]
+
+    Returns:
+        # [B, R, Vd] float32 or wider
+    """
+    probs = warp(logits, rows)
+    usable = probs.sum(-1, keepdim=True).isfinite()
+    point = torch.zeros_like(probs[:1, :1])
+    point[..., 0] = 1.0
+    return torch.where(usable, probs, point)
+
+
 class Choices:
     """One chain while it is chosen, token by token.
 
@@ -121,7 +140,7 @@ class Choices:
             if confidence:
                 self.confidences.append(_largest(logits))
         else:
-            probs = warp(logits.unsqueeze(1), self._rows).squeeze(1)
+            probs = draft_probs(logits.unsqueeze(1), self._rows).squeeze(1)
             ids = draw_tokens(probs, self._numbers[:, len(self.tokens)])
             self._probs.append(probs)
             if confidence:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from specflow.draft.drawing import draft_probs
 from specflow.draft.steps import Frontier
-from specflow.sampling import draw_tokens, warp
+from specflow.sampling import draw_tokens
 from specflow.tree import from_parents, from_paths
 from specflow.types import PAD
 
@@ -89,7 +90,7 @@ class SiblingDraws:
 
     def pick(self, logits: Tensor, count: int) -> Candidates:
         """See `Pick`. Where fewer tokens are possible than wanted, the surplus siblings do not exist."""
-        probs = warp(logits, self._rows)  # [B, R, Vd]
+        probs = draft_probs(logits, self._rows)  # [B, R, Vd]
         width = probs.shape[1] * count
         numbers = self._numbers[:, self._drawn : self._drawn + width].view(len(probs), -1, count)
         self._drawn += width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from specflow.types import DraftBudget, Observation, Sampling
 
 __all__ = ["NetworkDrafter"]
+
+log = logging.getLogger(__name__)
 
 
 class NetworkDrafter:
@@ -30,6 +33,7 @@ class NetworkDrafter:
         self._model, self._num_rows = model, num_rows
         self._device = info.device
         self._chooser = Chooser(context.draw, info.vocab_size, model.vocabulary)
+        self._told = False
         self._cache: Cache
 
     @property
@@ -55,5 +59,10 @@ class NetworkDrafter:
     def _limits(self, budget: DraftBudget) -> list[int]:
         """Deepest draft position of each row: its budget, within what the network was made for.  # [B]"""
         model = self._model
-        room = (max(0, model.most_positions - 1 - start) for start in self._cache.lengths)
+        room = [max(0, model.most_positions - 1 - start) for start in self._cache.lengths]
+        if not all(room) and not self._told:
+            log.warning(
+                "beyond %d tokens texts go on undrafted: the drafter was made for so many", model.most_positions
+            )
+            self._told = True
         return [min(most, model.most_depth, left) for most, left in zip(budget.tokens, room, strict=True)]

@@ -26,7 +26,12 @@ RankPath = tuple[int, ...]
 """A node by the ranks that lead to it: (1, 0) is the likeliest child of the anchor's second likeliest child."""
 
 
-_OF_SHAPES = {"accuracies": ("static",), "branch": ("beam", "static"), "widths": ("sampled",)}
+_OF_SHAPES = {
+    "accuracies": ("static",),
+    "branch": ("beam", "static"),
+    "nodes": ("static", "beam", "best_first", "sampled"),
+    "widths": ("sampled",),
+}
 """Options that mean nothing in other shapes."""
 
 

@@ -32,8 +32,9 @@ WIDTHS = [(1,), (3, 2, 1, 1), (2, 2, 2, 2), (8,), (2, 1, 1, 1, 1, 1, 1, 1), (4, 
 def options_for(shape: str, nodes: int) -> ShapeOptions:
     if shape == "sampled":
         return ShapeOptions(shape="sampled", widths=WIDTHS[nodes % len(WIDTHS)], nodes=64)
+    size = {} if shape == "chain" else {"nodes": nodes}
     width = {"branch": 1 + nodes * 3 % 8} if shape in ("static", "beam") else {}
-    return ShapeOptions.model_validate({"shape": shape, "nodes": nodes, **width})
+    return ShapeOptions.model_validate({"shape": shape, **size, **width})
 
 
 def vanilla(sampling: Sampling) -> list[Generation]:

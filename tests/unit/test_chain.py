@@ -71,3 +71,12 @@ def test_it_says_what_its_lengths_follow_from() -> None:
     assert (plain.tokens != PAD).sum(1).tolist() == list(plain.lengths) == [2, 0, DEPTH]
     assert plain.lengths_from == "context"
     assert propose([0], [WARM], DraftBudget((DEPTH,), stop_below=(0.0,))).lengths_from == "prefix"
+
+
+@pytest.mark.parametrize("rows", [[WARM], [COLD, WARM]])
+def test_logits_that_overflowed_draft_a_certain_token(monkeypatch: pytest.MonkeyPatch, rows: list[Sampling]) -> None:
+    plain = TableSteps.extend
+    monkeypatch.setattr(TableSteps, "extend", lambda *given: plain(*given) * float("nan"))
+    block = propose(list(range(len(rows))), rows, DraftBudget((DEPTH,) * len(rows)))
+    assert block.tokens[-1, 1:].tolist() == [0] * (DEPTH - 1)
+    assert block.law.prob()[-1, 1:].tolist() == [1.0] * (DEPTH - 1)

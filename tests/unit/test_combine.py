@@ -145,6 +145,23 @@ def test_own_rows_are_those_a_part_has_served() -> None:
     assert first.told[-1] == second.told[-1] == prompt
 
 
+def test_a_row_is_cut_as_if_it_were_alone() -> None:
+    """Beside a row that copies from history, with a policy that cuts by confidence and a rule that weighs drafts."""
+    draft = {"first_of": [{"method": "suffix", "min_match": 3}, {"method": "small_model"}], "k": 5}
+    data = {"draft": draft, "verify": {"rule": "block"}, "length": {"policy": "confidence", "threshold": 0.05}}
+    target = LoadedTarget(tiny_target(), NumberText())  # type: ignore[arg-type]
+    prompts, sampling = (
+        [[7, 3, 50], [5, 9, 33] * 5],
+        Sampling(max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=4),
+    )
+    made = [
+        build_engine(parse_recipe({**data, "runtime": {"batch": batch}}), target).generate(prompts, sampling)
+        for batch in (1, 2)
+    ]
+    assert [generation.tokens for generation in made[0]] == [generation.tokens for generation in made[1]]
+    assert made[0][0].counts.num_draft_tokens == made[1][0].counts.num_draft_tokens > 0
+
+
 def test_own_rows_move_with_the_batch() -> None:
     first, second = Fixed(block_of([[5], [], []])), Fixed(block_of([[], [7], [8]]))
     combined = first_of(first, second)
@@ -190,7 +207,10 @@ def test_what_a_mixed_block_says_of_itself_is_the_most_careful_of_its_parts() ->
     sampled = block_of([[], [7, 8]], law=Dense(tokens, probs), confidence=sure, confidence_from="prefix", entry=entry)
     copied = block_of([[5, 6, 4], []], lengths_from="prefix")
     block = propose(first_of(Fixed(copied), Fixed(sampled), batch=2), 3, 3)
-    assert block.confidence is None
+    assert block.confidence is not None
+    torch.testing.assert_close(
+        block.confidence, torch.tensor([[1.0, 1.0, 1.0], [0.7, 0.6, 1.0]])
+    )  # nobody doubts copies
     assert (block.lengths_from, block.confidence_from, block.structure_from) == ("prefix", "prefix", "context")
     assert block.without_replacement
     assert block.entry is None

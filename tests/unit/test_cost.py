@@ -197,6 +197,8 @@ def test_another_machine_or_target_is_refused_with_the_facts_that_differ(tmp_pat
         lambda data: data["seconds"]["target"][0].update(median_s=float("nan")),
         lambda data: data["seconds"]["target"][0].update(batch=0),
         lambda data: data["seconds"].update(nodes=[1]),
+        lambda data: data["seconds"]["target"][0].update(median_s=0.0),
+        lambda data: data["seconds"]["target"][0].update(count=float("inf")),
     ],
 )
 def test_a_damaged_profile_is_an_error_with_its_path(tmp_path: Path, damage: object) -> None:

@@ -157,3 +157,9 @@ def test_random_drafters_spread_their_ids() -> None:
     ids = vocabulary.to_target.tolist()
     assert len(set(ids)) == 20
     assert max(ids) > VOCAB * 3 // 4
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    reader = open_weights(folder(tmp_path, **{"fc.weight": torch.tensor([[1.0, float("nan")]])}), 0, TARGET)
+    with pytest.raises(CheckpointError, match=r"fc\.weight holds values that are not finite"):
+        reader.take("fc.weight", (1, 2))

@@ -204,7 +204,7 @@ def test_a_third_eagle_that_says_what_the_target_says_is_always_right(tmp_path: 
     "options", [{"variant": 1}, {"fc_norm": True, "norm_output": True, "draft_vocab_size": 25}], ids=["first", "third"]
 )
 def test_text_equals_vanilla(options: dict[str, Any], shape: str) -> None:
-    config = EagleConfig(shape=shape, nodes=10, **NARROW[shape], **options)  # type: ignore[arg-type]
+    config = EagleConfig(shape=shape, **NARROW[shape], **options)  # type: ignore[arg-type]
     same_text(lambda k: build(config, SourceContext(target=TARGET, k=k, draw="coupled")), TARGET)
 
 

@@ -256,7 +256,7 @@ def test_rules_that_weigh_laws_take_its_blocks(options: dict[str, object], rule:
 @pytest.mark.parametrize("options", [{}, CORRECTED[2]], ids=["plain", "rnn"])
 def test_trees_over_the_heads_equal_vanilla(shape: str, options: dict[str, object]) -> None:
     dependency = "parallel+corrector" if options else "parallel"
-    config = MedusaConfig(shape=shape, nodes=12, **NARROW[shape], **options)  # type: ignore[arg-type]
+    config = MedusaConfig(shape=shape, **NARROW[shape], **options)  # type: ignore[arg-type]
     for sampling in (GREEDY, WARM):
         expected = [generation.tokens for generation in tiny_engine(target=TARGET).generate(PROMPTS, sampling)]
         assert drafter_text(config, Match(), sampling, 4, draw="coupled", dependency=dependency) == expected

@@ -131,7 +131,7 @@ def test_a_module_that_says_what_the_target_says_is_always_right(tmp_path: Path,
 )
 @pytest.mark.parametrize("shape", ["chain", "beam", "static"])
 def test_text_equals_vanilla(options: dict[str, int], shape: str) -> None:
-    config = MTPConfig(shape=shape, nodes=10, **NARROW[shape], **options)  # type: ignore[arg-type]
+    config = MTPConfig(shape=shape, **NARROW[shape], **options)  # type: ignore[arg-type]
     same_text(lambda k: build(config, SourceContext(target=TARGET, k=k, draw="coupled")), TARGET)
 
 

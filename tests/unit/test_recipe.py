@@ -218,6 +218,26 @@ def test_overrides_reach_the_parts_of_a_combination(tmp_path: Path) -> None:
     assert refused(tmp_path, TWO, "draft.first_of.1.kk=3").where == "--set draft.first_of.1.kk"
 
 
+def test_a_faulty_part_is_the_only_thing_wrong(tmp_path: Path) -> None:
+    error = refused(tmp_path, TWO, "draft.first_of.0.min_match=0")
+    assert error.where == "--set draft.first_of.0.min_match"
+    assert "also" not in str(error)
+
+
+def test_combinations_do_not_nest() -> None:
+    inner = {"first_of": [{"method": "ngram"}, {"method": "suffix"}]}
+    with pytest.raises(RecipeError, match="a combination inside a combination"):
+        parse_recipe({"draft": {"merge": [inner, {"method": "ngram"}], "k": 4}})
+
+
+def test_lists_made_in_python_are_lists() -> None:
+    recipe = parse_recipe(
+        {"draft": {"method": "layer_skip", "skip_mlp": [0, 2], "k": 3}, "sampling": {"stop_ids": [5]}}
+    )
+    assert recipe.draft.parts[0].options.skip_mlp == (0, 2)
+    assert recipe.sampling.stop_ids == (5,)
+
+
 def test_parts_follow_the_k_of_the_block() -> None:
     merged = parse_recipe({"draft": {"merge": ({"method": "ngram"}, {"method": "suffix", "k": 3}), "k": 5, "nodes": 9}})
     assert isinstance(merged.draft, MergeSection)

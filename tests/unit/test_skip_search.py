@@ -155,7 +155,15 @@ class TestStudy:
         SkipSearch(RECIPE, loaded(), PROMPTS, plan, store).run()
         assert len(store.rows) == 1
 
-    @pytest.mark.parametrize("data", [{}, {"draft": {"method": "ngram"}}, {"draft": {"method": "layer_skip", "k": 0}}])
+    @pytest.mark.parametrize(
+        "data",
+        [
+            {},
+            {"draft": {"method": "ngram"}},
+            {"draft": {"method": "early_exit"}},
+            {"draft": {"method": "layer_skip", "k": 0}},
+        ],
+    )
     def test_recipes_without_sublayers_to_skip_are_refused(self, data: dict[str, Any]) -> None:
         with pytest.raises(RecipeError, match="skip_attention"):
             check_recipe(parse_recipe(data))

@@ -169,7 +169,7 @@ def test_branches_equal_their_paths() -> None:
 
 @pytest.mark.parametrize("shape", ["beam", "sampled"])
 def test_trees_over_a_cache_of_its_own(shape: str) -> None:
-    options = SmallModelConfig(shape=shape, nodes=24, **NARROW[shape])  # type: ignore[arg-type]
+    options = SmallModelConfig(shape=shape, **NARROW[shape])  # type: ignore[arg-type]
     drafter = build(options.model_copy(update={"model": "itself"}), context_of(TARGET, 3, load_model=itself))
     for batch in (1, 4):
         found = decode(drafter, GREEDY, k=3, batch=batch)
@@ -297,3 +297,18 @@ class TestRandomModel:
             SOURCE.config(device="somewhere")
         with pytest.raises(ValidationError, match="width, seed: options of a random draft model, and model is some"):
             SOURCE.config(model="some", width=128, seed=1)
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_a_device_that_is_not_there_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ModelError, match=rf"draft\.device: {device} is not available here"):
+        build(SmallModelConfig(device=device), context_of(TARGET))
+
+
+def test_texts_beyond_the_draft_model_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    decode(drafting(make_native(make_model("llama_linear_rope", vocab_size=VOCAB, max_position_embeddings=30))), GREEDY)
+    assert [record.message for record in caplog.records if "undrafted" in record.message] == [
+        "beyond 30 tokens texts go on undrafted: the drafter was made for so many"
+    ]

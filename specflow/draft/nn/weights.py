@@ -83,6 +83,10 @@ class WeightReader:
         self._left.discard(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(self._where, f"{name} has shape {tuple(tensor.shape)}", f"{shape}")
+        if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float64).isfinite()):
+            raise CheckpointError(
+                self.where, f"{name} holds values that are not finite", "numbers", "the file is damaged"
+            )
         dtype = self._like.dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(self._like.device, dtype)
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from specflow.device import find_device
 from specflow.draft.registry import SourceInfo
 from specflow.draft.shapes import ShapeOptions, make_drafter
 
 if TYPE_CHECKING:
+    import torch
+
     from specflow.draft.base import Drafter, SourceContext
     from specflow.target.base import Target
 
@@ -66,18 +69,18 @@ def build(config: SmallModelConfig, context: SourceContext) -> Drafter:
     from specflow.draft.lm_model import LanguageModel
     from specflow.draft.lm_vocabulary import check_vocabularies
 
+    device = context.target.info.device if config.device is None else find_device(config.device, "draft.device")
     if config.model is None:
         log.warning("no `model`: the draft model is random; it proves plumbing only and accepts nothing")
-        return make_drafter(config, LanguageModel(_random_model(config, context.target), context), context)
+        return make_drafter(config, LanguageModel(_random_model(config, context.target, device), context), context)
     assert context.load_model is not None, "nobody gave a loader of models"
-    device = config.device or str(context.target.info.device)
-    model, codec = context.load_model(config.model, config.dtype, device)
+    model, codec = context.load_model(config.model, config.dtype, str(device))
     if context.codec is not None:
         check_vocabularies(context.codec, codec)
     return make_drafter(config, LanguageModel(model, context), context)
 
 
-def _random_model(config: SmallModelConfig, target: Target) -> Target:
+def _random_model(config: SmallModelConfig, target: Target, device: torch.device) -> Target:
     """A seeded Llama with the target's vocabulary and context."""
     import torch
     from transformers import LlamaConfig
@@ -97,7 +100,6 @@ def _random_model(config: SmallModelConfig, target: Target) -> Target:
         max_position_embeddings=info.context_length,
     )
     dtype = info.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    device = info.device if config.device in (None, "auto") else torch.device(config.device)
     return NativeTarget(llama, SeededTensors(config.seed), TargetOptions("random draft model", dtype, device))
 
 
