@@ -38,7 +38,7 @@ def measure(dtype: str, name: str, data: list[Path], extra: list[str]) -> None:
     subprocess.run([*command, *extra], check=True, cwd=ROOT)
     target = FIGURES / f"{name}-{dtype}"
     target.mkdir(parents=True, exist_ok=True)
-    for file in ("summary.csv", "acceptance.csv", "manifest.json"):
+    for file in ("summary.csv", "acceptance.csv", "context.csv", "manifest.json"):
         shutil.copyfile(directory / file, target / file)
 
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="only this one; may be repeated")
     options = parser.parse_args()
     if not options.publish_only:
-        data = [ROOT / "benchmarks" / f"{kind}.jsonl" for kind in KINDS]
+        data = [Path("benchmarks", f"{kind}.jsonl") for kind in KINDS]
         for dtype in options.dtype or DTYPES:
             measure(dtype, "peer", data, ["--peer", "transformers", "--limit", str(options.limit), *LENGTH])
             if options.smoke:
