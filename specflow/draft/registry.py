@@ -46,7 +46,8 @@ class SourceInfo:
             the law their tokens were sampled from; "unknown" where they cannot.
         reads: What it learns from a commit: "tokens", and "features" where it drafts from target features
             (a config field `taps` then names the layers).
-        confidence_from: What the confidence of a node depends on, as in `DraftBlock`; None where it has none.
+        confidence_from: The most that the confidence of a node depends on with any options, as in `DraftBlock`; None
+            where it has none.
         remembers: Name of a yes-or-no option with which drafts depend on earlier requests; None where none has that.
         methods: Preset name (`draft.method`) -> options it stands for; without any, the source's name is the preset.
     """

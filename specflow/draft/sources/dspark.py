@@ -38,5 +38,5 @@ SOURCE = SourceInfo(
     offers=("marginals", "confidence"),
     law="sampled",
     reads=("tokens", "features"),
-    confidence_from="prefix",
+    confidence_from="self",
 )
