@@ -91,7 +91,8 @@ def _provenance(directory: Path) -> str:
         f"- `{directory.relative_to(ROOT)}`: {target['exactness']} ({target['runtime']} runtime), "
         f"{session['cpu_model']}, {session['threads']} threads, "
         f"torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"commit {str(session['git_sha'])[:10]}, {session['started_at'][:10]}"
+        f"commit {str(session['git_sha'])[:10]}{' with changes' * bool(session['git_dirty'])}, "
+        f"{session['started_at'][:10]}"
     )
 
 
@@ -107,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--publish-only", action="store_true", help="do not measure")
     parser.add_argument("--smoke", type=Path, help="another prompt file, measured without the peer")
-    parser.add_argument("--limit", type=int, default=4, help="prompts of each kind")
+    parser.add_argument("--limit", type=int, default=3, help="prompts of each kind")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="only this one; may be repeated")
     options = parser.parse_args()
     if not options.publish_only:

@@ -185,14 +185,15 @@ def _check_shapes(graph: DecodeGraph) -> None:
 
 def _check_tree_rule(graph: DecodeGraph, where: str, tree: str) -> None:
     rule, length = _rule(graph), graph.nodes(Kind.LENGTH)[0].part
+    chains = "first_of in place of merge" if graph.nodes(Kind.COMBINE) and "merged" in tree else "shape: chain"
     if not rule.info.trees:
         trees = [name for name, info in RULE_INFOS.items() if info.trees]
         found = f"{tree} with rule {rule.rule}, which takes chains only"
-        raise GraphError(where, found, f"one of: {', '.join(trees)}", "use rule match, or shape: chain")
+        raise GraphError(where, found, f"one of: {', '.join(trees)}", f"use rule match, or {chains}")
     if POLICIES[length].chains:
         others = [name for name, policy in POLICIES.items() if not policy.chains]
         found = f"{tree} with policy {length}, which shortens chains only"
-        raise GraphError(where, found, f"one of: {', '.join(others)}", "use policy fixed, or shape: chain")
+        raise GraphError(where, found, f"one of: {', '.join(others)}", f"use policy fixed, or {chains}")
 
 
 def _check_law(graph: DecodeGraph) -> None:

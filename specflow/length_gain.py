@@ -30,8 +30,8 @@ __all__ = ["Costs", "ExpectedGain", "ExpectedGainConfig"]
 log = logging.getLogger(__name__)
 
 NO_PROFILE = (
-    "expected_gain has no cost profile: no profile, no trimming, so every block has up to k = %d tokens. "
-    "Run `specflow profile RECIPE` once on this device."
+    "no cost profile of this very recipe on this device, so every block has up to k = %d tokens; "
+    "`specflow profile RECIPE` measures one in about a minute"
 )
 
 

@@ -214,7 +214,8 @@ class SkipSearch:
 
     def _write_best(self) -> None:
         best = self.ranked()[0]
-        head = f"# {best.ratio:.3f} of plain speed, acceptance length {best.acceptance_length:.2f}: manifest.json\n"
+        figures = f"{best.ratio:.3f} of plain speed, acceptance length {best.acceptance_length:.2f}"
+        head = f"# {figures}; details in manifest.json\n"
         write_text_atomic(self.store.path / "best.yaml", head + dump_recipe(self.recipe_with(best.skip)))
 
 

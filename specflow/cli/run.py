@@ -209,7 +209,9 @@ def _figures(job: _Job, made: Generation) -> str:
     if figures["mean_acceptance_length"] is not None:
         parts.append(f"acceptance length {figures['mean_acceptance_length']:.2f}")
     if figures["draft_acceptance_rate"] is not None:
-        parts.append(f"{100 * figures['draft_acceptance_rate']:.0f} % of {figures['num_draft_tokens']} drafts accepted")
+        parts.append(
+            f"{100 * figures['draft_acceptance_rate']:.0f} % of {figures['num_draft_tokens']} draft tokens accepted"
+        )
     parts += [f"{facts['exactness']} in {facts['dtype']}", *(["lossy"] if facts["lossy"] else [])]
     if job.sampling.temperature > 0.0:
         parts.append(f"seed {made.seed}")

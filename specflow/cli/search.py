@@ -26,7 +26,7 @@ def search(
     recipe: Annotated[str, typer.Argument(help="recipe file or shipped name, of a source that skips sub-layers")],
     data: Annotated[list[Path], typer.Option("--data", help="JSONL of prompts to tune on; may be repeated")],
     limit: Annotated[int, typer.Option(min=1, help="most rows of each file")] = 8,
-    trials: Annotated[int, typer.Option(min=1, help="skip sets to measure, earlier sessions included")] = 60,
+    trials: Annotated[int, typer.Option(min=1, help="skip sets to measure, earlier runs included")] = 60,
     budget: Annotated[float | None, typer.Option(min=0, help="begin no trial after this many seconds")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="tokens of every measured answer")] = 48,
     seed: Annotated[int, typer.Option(min=0, help="seed of the sampler and of the answers")] = 0,
@@ -57,8 +57,8 @@ def search(
     found, interrupted = _run(chosen, target, tokens, plan, store)
     for each in found[:SHOWN]:
         typer.echo(_line(each))
-    if found and found[0].ratio <= 1.0:
-        typer.echo("no skip set was faster than plain decoding here: do not speculate with this source")
+    if found and (found[0].ratio <= 1.0 or not (found[0].skip.attention or found[0].skip.mlp)):
+        typer.echo("leaving sub-layers out was not faster than plain decoding: do not speculate with this source here")
     typer.echo(f"results in {store.path}", err=True)
     if interrupted:
         typer.echo(f"interrupted; continue with --resume -o {store.path}", err=True)
@@ -121,7 +121,8 @@ def _run(
 
 
 def _line(found: Found) -> str:
+    trials = f"{found.num_trials} trial{'s' * (found.num_trials > 1)}"
     return (
         f"{found.ratio:.3f} of plain speed, acceptance length {found.acceptance_length:.2f}, "
-        f"{found.num_trials} trials: attention {sorted(found.skip.attention)}, MLP {sorted(found.skip.mlp)}"
+        f"{trials}: attention {sorted(found.skip.attention)}, MLP {sorted(found.skip.mlp)}"
     )

@@ -43,7 +43,7 @@ def open_weights(weights: str | None, seed: int, target: Target, offset_norms: b
     """
     like = torch.empty(0, dtype=target.info.dtype, device=target.info.device)
     if weights is None:
-        log.warning("no `weights`: the drafter is random; it proves plumbing only and accepts nothing")
+        log.warning("no draft.weights: the drafter is random and accepts almost nothing; the text is exact")
         return WeightReader(SeededTensors(seed), f"random weights, seed {seed}", like)
     tensors = read_tensors(_directory(weights))
     return WeightReader(_WholeNorms(tensors) if offset_norms else tensors, weights, like)

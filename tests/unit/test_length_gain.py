@@ -72,7 +72,7 @@ def test_without_a_profile_it_drafts_k_and_says_so_once(caplog: pytest.LogCaptur
         policy = started()
         policy.reset(2)
     assert caplog.text.count("specflow profile RECIPE") == 1
-    assert "no trimming" in caplog.text
+    assert f"every block has up to k = {K} tokens" in caplog.text
     for _ in range(50):
         assert policy.budget([99, 3]) == DraftBudget((K, 3))
         policy.observe([K, 3], [0, 0])

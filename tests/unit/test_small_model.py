@@ -284,7 +284,7 @@ class TestRandomModel:
 
     def test_it_says_that_it_is_random(self, caplog: pytest.LogCaptureFixture) -> None:
         build(SmallModelConfig(), context_of(TARGET))
-        assert "no `model`: the draft model is random" in caplog.text
+        assert "no draft.model: the draft model is random" in caplog.text
 
     def test_own_dtype(self) -> None:
         drafter = build(SmallModelConfig(dtype="bfloat16"), context_of(TARGET))

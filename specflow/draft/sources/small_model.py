@@ -71,7 +71,7 @@ def build(config: SmallModelConfig, context: SourceContext) -> Drafter:
 
     device = context.target.info.device if config.device is None else find_device(config.device, "draft.device")
     if config.model is None:
-        log.warning("no `model`: the draft model is random; it proves plumbing only and accepts nothing")
+        log.warning("no draft.model: the draft model is random and accepts almost nothing; the text is exact")
         return make_drafter(config, LanguageModel(_random_model(config, context.target, device), context), context)
     assert context.load_model is not None, "nobody gave a loader of models"
     model, codec = context.load_model(config.model, config.dtype, str(device))
