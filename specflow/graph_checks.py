@@ -170,12 +170,12 @@ def _check_shapes(graph: DecodeGraph) -> None:
     for node in graph.nodes(Kind.SOURCE):
         if node.shape == "chain":
             continue
-        _check_tree_rule(graph, graph.where(f"{node.name} shape"), f"shape {node.shape}")
+        _check_tree_rule(graph, graph.where(f"{node.name} shape"), f"shape {node.shape}", "shape: chain")
         if node.shape == "sampled" and rule.info.needs_law and not rule.info.without_replacement and rule.lossless:
             found = f"siblings sampled without replacement with rule {rule.rule}"
             raise GraphError(graph.where(f"{node.name} shape"), found, "a rule that knows of it", "use rule rejection")
     if _merges(graph):
-        _check_tree_rule(graph, graph.where("combine"), "a merged tree")
+        _check_tree_rule(graph, graph.where("combine"), "a merged tree", "first_of in place of merge")
         length = graph.nodes(Kind.LENGTH)[0].part
         if needs := sorted(POLICIES[length].needs):
             found = f"a merged tree has no {', '.join(needs)}, which policy {length} needs"
@@ -183,9 +183,8 @@ def _check_shapes(graph: DecodeGraph) -> None:
             raise GraphError(graph.where("length"), found, f"one of: {', '.join(free)}")
 
 
-def _check_tree_rule(graph: DecodeGraph, where: str, tree: str) -> None:
+def _check_tree_rule(graph: DecodeGraph, where: str, tree: str, chains: str) -> None:
     rule, length = _rule(graph), graph.nodes(Kind.LENGTH)[0].part
-    chains = "first_of in place of merge" if graph.nodes(Kind.COMBINE) and "merged" in tree else "shape: chain"
     if not rule.info.trees:
         trees = [name for name, info in RULE_INFOS.items() if info.trees]
         found = f"{tree} with rule {rule.rule}, which takes chains only"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from specflow.device import asking_is_free
-from specflow.length_base import within
+from specflow.length_base import Fixed, within
 from specflow.types import PAD, DraftBlock, DraftBudget
 
 if TYPE_CHECKING:
@@ -143,28 +143,16 @@ class ConfidenceConfig(BaseModel):
     cumulative: bool = Field(False, description="compare the chance that all tokens up to this one stand, not its own")
 
 
-class Confidence:
-    """Cuts a chain where confidence falls below a fixed threshold: before that token where that is safe, else after.
+class Confidence(Fixed):
+    """Drafts k tokens, cuts where confidence falls below a threshold: before that token where that is safe, else after.
 
     A rule at a fixed threshold knows no costs; it shows how good a confidence is (DSpark, static threshold).
     """
 
     def __init__(self, k: int, threshold: float = 0.5, cumulative: bool = False) -> None:
         assert k >= 1, f"k is {k}"
-        self.k = k
+        super().__init__(k)
         self.config = ConfidenceConfig(threshold=threshold, cumulative=cumulative)
-
-    def reset(self, batch: int) -> None:
-        pass
-
-    def start(self, row: int) -> None:
-        pass
-
-    def select(self, rows: Sequence[int]) -> None:
-        pass
-
-    def budget(self, limits: Sequence[int], contexts: Sequence[int] = ()) -> DraftBudget:
-        return DraftBudget(tuple(within(self.k, limit) for limit in limits))
 
     def trim(self, block: DraftBlock) -> DraftBlock:
         import torch.nn.functional as F
@@ -177,6 +165,3 @@ class Confidence:
             keep = F.pad(keep[:, :-1], (1, 0), value=True)
             return cut(block, keep, "prefix")
         return cut(block, keep, block.confidence_from)
-
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        pass

@@ -55,7 +55,7 @@ class ChainDrafter(NetworkDrafter):
         heads: list[Tensor] = []
         before = torch.tensor(anchors, device=self._device)
         logits, reach = steps.logits, torch.tensor(limits, device=self._device)  # [B]
-        there = [reach > 0]  # [B] bool each; only the first where a chain goes as far as it may
+        there = [] if stop is None else [reach > 0]  # [B] bool each, by step; none where nothing ends a chain early
         for step in range(depth):
             if self._wanted and self._head is not None:
                 heads.append(self._head(steps.hidden, before, step))
@@ -80,11 +80,11 @@ class ChainDrafter(NetworkDrafter):
     ) -> DraftBlock:
         width = len(choices.tokens)
         tokens = torch.stack(choices.tokens, dim=1)
-        if min(limits) < width:
+        if there:
+            tokens = tokens.masked_fill(~torch.stack(list(there), dim=1), PAD)
+        elif min(limits) < width:
             reach = torch.tensor(limits, device=self._device).unsqueeze(1)
             tokens = tokens.masked_fill(torch.arange(width, device=self._device) >= reach, PAD)
-        if len(there) > 1:
-            tokens = tokens.masked_fill(~torch.stack(list(there), dim=1), PAD)
         confidences = heads or choices.confidences
         return DraftBlock(
             tokens=tokens,
@@ -93,6 +93,6 @@ class ChainDrafter(NetworkDrafter):
             law=choices.law(tokens),
             confidence=torch.stack(list(confidences), dim=1) if confidences and self._wanted else None,
             confidence_from="prefix" if heads else "self",
-            lengths_from="context" if len(there) == 1 else "prefix",
+            lengths_from="prefix" if there else "context",
             entry=entry,
         )

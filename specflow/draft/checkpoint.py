@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from specflow.draft.nn.weights import SeededTensors, WeightReader
 from specflow.errors import CheckpointError
 from specflow.law import DraftVocabulary
-from specflow.target.load import read_tensors
+from specflow.target.load import read_json, read_tensors
 
 if TYPE_CHECKING:
     from specflow.target.base import Target
@@ -82,7 +81,7 @@ def read_options(config: M, weights: str | None) -> M:
     if weights is None or not (_directory(weights) / "config.json").is_file():
         return config
     path = _directory(weights) / "config.json"
-    found = _read_json(path)
+    found = read_json(path)
     known = [name for name in type(config).model_fields if name not in _OF_THE_RECIPE]
     unknown = sorted(set(found) - set(known))
     if unknown:
@@ -137,16 +136,6 @@ def _directory(weights: str) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"draft.weights: {weights}", "no such directory", "a directory with model.safetensors")
     return path
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(str(path), f"cannot be read ({error})", "a JSON object") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(str(path), f"a {type(value).__name__}", "a JSON object")
-    return value
 
 
 def _validated(config: M, values: Mapping[str, Any], path: Path) -> M:

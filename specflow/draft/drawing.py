@@ -102,10 +102,10 @@ def draft_probs(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
         # [B, R, Vd] float32 or wider
     """
     probs = warp(logits, rows)
-    usable = probs.sum(-1, keepdim=True).isfinite()
-    point = torch.zeros_like(probs[:1, :1])
-    point[..., 0] = 1.0
-    return torch.where(usable, probs, point)
+    lost = ~probs[..., :1].isfinite()  # a softmax that overflowed anywhere is nowhere a number
+    probs = probs.masked_fill_(lost, 0.0)
+    probs[..., :1] += lost
+    return probs
 
 
 class Choices:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from specflow.text import TextCodec
 
-__all__ = ["ModelFiles", "load_tokenizer", "read_tensors", "resolve_model", "weight_files"]
+__all__ = ["ModelFiles", "load_tokenizer", "read_json", "read_tensors", "resolve_model", "weight_files"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _INDEX = "model.safetensors.index.json"
@@ -159,7 +159,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    index = _read_json(directory / _INDEX).get("weight_map")
+    index = read_json(directory / _INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise CheckpointError(str(directory / _INDEX), "no proper weight_map", "tensor name -> file name")
     return index
@@ -193,7 +193,7 @@ def _stop_ids(directory: Path, eos: int | None) -> tuple[int, ...]:
     """What ends a text: the generation config's ids, else the model config's, and the tokenizer's own."""
     for file in ("generation_config.json", "config.json"):
         if (directory / file).is_file():
-            value = _read_json(directory / file).get("eos_token_id")
+            value = read_json(directory / file).get("eos_token_id")
             if value is not None:
                 ids = value if isinstance(value, list) else [value]
                 if not all(isinstance(token, int) for token in ids):
@@ -202,7 +202,12 @@ def _stop_ids(directory: Path, eos: int | None) -> tuple[int, ...]:
     return () if eos is None else (eos,)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds something else.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

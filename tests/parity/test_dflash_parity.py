@@ -9,9 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 from dense_block import FEATURES, TAPS, Stage
+from random_weights import randomise
 from safetensors.torch import save_file
 from tiny import VOCAB, tiny_target
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen3Config
 
 from specflow.draft.backbone import ContextBackbone
@@ -56,13 +57,6 @@ def qwen(form: Mapping[str, object], **extra: object) -> Qwen3Config:
     )
     config._attn_implementation = "eager"
     return config
-
-
-def randomise(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(7)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0 + noise * 0.1
 
 
 def ours(state: Mapping[str, Tensor], path: Path, k: int, **options: object) -> ContextBackbone:

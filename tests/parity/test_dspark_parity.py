@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 from dense_block import FEATURES, TAPS, Stage
+from random_weights import randomise
 from safetensors.torch import save_file
-from test_dflash_parity import BLOCK, MASK, SHAPE, TARGET, qwen, randomise
+from test_dflash_parity import BLOCK, MASK, SHAPE, TARGET, qwen
 from tiny import VOCAB
 
 from specflow.draft.backbone import ContextBackbone

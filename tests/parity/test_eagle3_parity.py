@@ -12,9 +12,10 @@ from types import ModuleType
 import pytest
 import torch
 from dense_steps import FEATURES, INFO, TARGET, TEXT, WIDTH, Config, stage
+from random_weights import randomise
 from safetensors.torch import save_file
 from tiny import VOCAB
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from specflow.draft.sources.eagle import EagleConfig
@@ -44,13 +45,6 @@ def layer(family: type[PretrainedConfig]) -> PretrainedConfig:
     )
     config._attn_implementation = "eager"
     return config
-
-
-def randomise(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(7)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0 + noise * 0.1
 
 
 def assert_drafts_like(config: Config, theirs: Tensor) -> None:

@@ -80,3 +80,8 @@ def test_logits_that_overflowed_draft_a_certain_token(monkeypatch: pytest.Monkey
     block = propose(list(range(len(rows))), rows, DraftBudget((DEPTH,) * len(rows)))
     assert block.tokens[-1, 1:].tolist() == [0] * (DEPTH - 1)
     assert block.law.prob()[-1, 1:].tolist() == [1.0] * (DEPTH - 1)
+
+
+def test_a_chain_that_ends_with_its_first_token_follows_from_it() -> None:
+    block = propose([0], [WARM], DraftBudget((DEPTH,), stop_below=(1.1,)))
+    assert (block.num_nodes, block.lengths_from) == (1, "prefix")

@@ -7,12 +7,13 @@ names, those of DFlash and `markov_head.*`, `confidence_head.proj.*`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
-from specflow.draft.registry import SourceInfo
-from specflow.draft.sources.dflash import DFlashConfig, build
+from specflow.draft.sources.dflash import SOURCE as DFLASH
+from specflow.draft.sources.dflash import DFlashConfig
 
 __all__ = ["SOURCE", "DSparkConfig"]
 
@@ -29,14 +30,4 @@ class DSparkConfig(DFlashConfig):
     confidence_head: bool = Field(True, description="a head that says, before a token is chosen, whether it will stand")
 
 
-SOURCE = SourceInfo(
-    name="dspark",
-    config=DSparkConfig,
-    dependency=("parallel+corrector", "parallel"),
-    build=build,
-    axis="target_features",
-    offers=("marginals", "confidence"),
-    law="sampled",
-    reads=("tokens", "features"),
-    confidence_from="self",
-)
+SOURCE = replace(DFLASH, name="dspark", config=DSparkConfig, dependency=("parallel+corrector", "parallel"))
