@@ -35,11 +35,11 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "allocator"),
     ("types",),
     ("calibration", "device", "tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance"),
-    ("target", "draft", *VERIFY, *LENGTH, "text", "request", "handover"),
+    ("target", "draft", "onnx", *VERIFY, *LENGTH, "text", "request", "handover"),
     ("engine", *DECLARATIVE),
     ("cost", "curves", "plot"),
     ("build",),
-    ("bench", "profiling"),
+    ("bench", "profiling", "export"),
     ("search",),
     ("cli", "__main__"),
 )
@@ -49,6 +49,7 @@ FORBIDDEN = {
     "engine": (*DECLARATIVE, "build", "cli"),
     "draft": (*VERIFY, *LENGTH, "engine", "build", "cli"),
     "target": (*VERIFY, *LENGTH, "sampling", "engine", "build", "cli"),
+    "onnx": (*VERIFY, *LENGTH, "sampling", "engine", "build", "cli"),
     **dict.fromkeys(VERIFY, ("target", "draft", *LENGTH)),
     **dict.fromkeys(LENGTH, ("target", "draft", *VERIFY)),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from specflow.onnx.graphs import GraphFinder
     from specflow.target.base import Cache, Target
     from specflow.text import TextCodec
     from specflow.types import DraftBlock, DraftBudget, Observation, Sampling
@@ -36,6 +37,12 @@ class SourceContext:
     confidence: bool = False  # the length policy reads `DraftBlock.confidence`
     codec: TextCodec | None = None  # the target's, to compare vocabularies with
     load_model: ModelLoader | None = None
+    graphs: GraphFinder | None = None  # where ONNX graphs of networks are kept; None: nowhere, torch runs them
+    threads: int | None = None  # of ONNX Runtime on a CPU
+
+    def takes_onnx(self, runtime: str) -> bool:
+        """Whether a network with this `draft.runtime` runs as ONNX graphs: auto follows the target."""
+        return runtime == "onnx" or (runtime == "auto" and self.target.info.runtime == "onnx")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,13 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 
-_OF_THE_RECIPE = ("weights", "seed")
-"""Options that say where weights come from: a checkpoint cannot set them."""
+_OF_THE_RECIPE = ("weights", "seed", "runtime")
+"""Options that say where weights come from and what runs them: a checkpoint cannot set them."""
 
 
-def open_weights(weights: str | None, seed: int, target: Target, offset_norms: bool = False) -> WeightReader:
+def open_weights(
+    weights: str | None, seed: int, target: Target, offset_norms: bool = False, packed: bool = True
+) -> WeightReader:
     """A reader of a drafter's tensors, in the dtype and on the device of the target.
 
     Args:
@@ -36,6 +38,7 @@ def open_weights(weights: str | None, seed: int, target: Target, offset_norms: b
         seed: Of the random ones.
         target: The model the drafter is for.
         offset_norms: The checkpoint holds the gains of norms less 1.
+        packed: As in `WeightReader`; false for layers that will be written as graphs.
 
     Raises:
         CheckpointError: There is no such directory, or it holds no whole weight file.
@@ -43,9 +46,9 @@ def open_weights(weights: str | None, seed: int, target: Target, offset_norms: b
     like = torch.empty(0, dtype=target.info.dtype, device=target.info.device)
     if weights is None:
         log.warning("no draft.weights: the drafter is random and accepts almost nothing; the text is exact")
-        return WeightReader(SeededTensors(seed), f"random weights, seed {seed}", like)
+        return WeightReader(SeededTensors(seed), f"random weights, seed {seed}", like, packed)
     tensors = read_tensors(_directory(weights))
-    return WeightReader(_WholeNorms(tensors) if offset_norms else tensors, weights, like)
+    return WeightReader(_WholeNorms(tensors) if offset_norms else tensors, weights, like, packed)
 
 
 class _WholeNorms(Mapping[str, torch.Tensor]):

@@ -20,6 +20,7 @@ from specflow.errors import RecipeError
 
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
+    from specflow.onnx.graphs import NetworkGraphs
 
 __all__ = ["ENTRY_POINTS", "Axis", "SourceInfo", "SourceRegistry", "discover"]
 
@@ -49,6 +50,8 @@ class SourceInfo:
         confidence_from: The most that the confidence of a node depends on with any options, as in `DraftBlock`; None
             where it has none.
         remembers: Name of a yes-or-no option with which drafts depend on earlier requests; None where none has that.
+        graphs: Makes the network that can be written as ONNX graphs, from the same arguments as `build`; None where there
+            is no network.
         methods: Preset name (`draft.method`) -> options it stands for; without any, the source's name is the preset.
     """
 
@@ -62,6 +65,7 @@ class SourceInfo:
     reads: tuple[Literal["tokens", "features"], ...] = ("tokens",)
     confidence_from: Literal["context", "prefix", "self"] | None = None
     remembers: str | None = None
+    graphs: Callable[[Any, SourceContext], NetworkGraphs] | None = None
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def presets(self) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,6 +23,9 @@ class WeightOptions(BaseModel):
         description="directory with model.safetensors (and config.json); none: small random weights, plumbing only",
     )
     seed: int = Field(0, ge=0, description="of the random weights")
+    runtime: Literal["auto", "torch", "onnx"] = Field(
+        "auto", description="what computes the drafter: torch, or ONNX Runtime; auto is the target's"
+    )
 
 
 class BlockOptions(WeightOptions):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from specflow.draft.nn.rope import ROPE_KINDS, rope_kind
 from specflow.errors import ModelError
+from specflow.types import BlockShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,13 +28,9 @@ _RECURRENT_MARKS = ("mamba", "rwkv", "recurrent", "linear_attention", "gated_del
 class Architecture:
     """Sizes and per-layer flags of a Llama-like decoder."""
 
-    hidden_size: int  # H
+    shape: BlockShape
     num_layers: int  # L
-    num_heads: int  # Hq
-    num_kv_heads: int  # Hk
-    head_width: int  # Dh
     vocab_size: int  # V
-    eps: float
     context_length: int
     window: int | None
     windowed: tuple[bool, ...]  # [L] layers with the sliding window
@@ -58,14 +55,19 @@ class Architecture:
         kinds, window = attention_kinds(config)
         windowed = tuple(kind == SLIDING for kind in kinds)
         rotary = getattr(config, "no_rope_layers", None) or (1,) * layers
-        return cls(
+        shape = BlockShape(
             hidden_size=config.hidden_size,
-            num_layers=layers,
+            mlp_size=config.intermediate_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
             head_width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            vocab_size=config.vocab_size,
             eps=config.rms_norm_eps,
+            rope_theta=float(config.rope_parameters.get("rope_theta", 10000.0)),
+        )
+        return cls(
+            shape=shape,
+            num_layers=layers,
+            vocab_size=config.vocab_size,
             context_length=config.max_position_embeddings,
             window=window if any(windowed) else None,
             windowed=windowed,

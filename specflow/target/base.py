@@ -27,9 +27,10 @@ class TargetInfo:
     num_layers: int  # L
     context_length: int  # most positions of a request
     stop_ids: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of hidden states and cache rows
+    weights: str  # type of the weights: that dtype, or "int8", "int4"
     device: torch.device
-    runtime: str  # "native", "transformers", ...
+    runtime: str  # "native", "transformers", "onnx", ...
     exactness: Exactness  # "bit-exact": a row of a chain pass has the same bits for any number of rows
     shape: BlockShape  # of its decoder blocks; drafters made for the target start from it
 
@@ -44,6 +45,12 @@ class TargetOptions:
     stop_ids: tuple[int, ...] = ()
     row_invariant: bool | None = None
     """None: where a probe of these weights finds it to hold. True: refuse where it does not."""
+    quantization: str | None = None  # "int8" or "int4": weights in blocks of so many bits, where the runtime has them
+
+    @property
+    def weights(self) -> str:
+        """Type of the weights."""
+        return self.quantization or str(self.dtype).removeprefix("torch.")
 
 
 class Cache(Protocol):

@@ -63,6 +63,7 @@ class HuggingFaceTarget:
             context_length=_context_length(config),
             stop_ids=options.stop_ids,
             dtype=options.dtype,
+            weights=options.weights,
             device=options.device,
             runtime="transformers",
             exactness="tie-exact",

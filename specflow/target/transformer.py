@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,7 +19,8 @@ from specflow.errors import ModelError
 from specflow.target.architecture import Architecture
 from specflow.target.base import Cache, TargetInfo, TargetOptions
 from specflow.target.cache import KVCache
-from specflow.types import BlockShape, Skip, TargetOutput
+from specflow.target.invariance import passes_agree
+from specflow.types import Skip, TargetOutput
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,12 +29,8 @@ __all__ = ["NativeTarget"]
 
 _NOTHING = Skip()
 
-_PROBE_CONTEXTS = (KEY_STEP - 1, 5)
-"""Committed rows of the probe's two requests: the first one's next rows lie on both sides of a multiple of 64."""
 _PROBE_LAYERS = 8
 """Layers it runs at least, and as many more as it takes to have one of each kind."""
-_PROBE_WIDTHS = (2, 5)
-"""Rows of its passes, as compared with one row at a time; linears alone are tried at every width."""
 
 
 class NativeTarget:
@@ -53,18 +51,32 @@ class NativeTarget:
         self.architecture = arch = Architecture.of(config)
         self._rotary = RotaryTable.of(config, options.dtype, options.device)
         reader = WeightReader(tensors, options.name, torch.empty(0, dtype=options.dtype, device=options.device))
-        size = (arch.vocab_size, arch.hidden_size)
+        shape = arch.shape
+        size = (arch.vocab_size, shape.hidden_size)
         self.embedding = reader.take("model.embed_tokens.weight", size)
-        shape = _block_shape(arch, config)
         self.blocks = [
             reader.block(f"model.layers.{index}", shape, BlockForm(arch.rotary[index], arch.windowed[index]))
             for index in range(arch.num_layers)
         ]
-        self._norm = reader.norm("model.norm.weight", arch.hidden_size, arch.eps)
+        self._norm = reader.norm("model.norm.weight", shape.hidden_size, shape.eps)
         if arch.tied:
             reader.skip("lm_head.weight")
         self.head = reader.pack(Linear(self.embedding if arch.tied else reader.take("lm_head.weight", size)))
         reader.close(ignored=(".rotary_emb.inv_freq",))
+        self.info = TargetInfo(
+            name=options.name,
+            vocab_size=arch.vocab_size,
+            hidden_size=shape.hidden_size,
+            num_layers=arch.num_layers,
+            context_length=arch.context_length,
+            stop_ids=options.stop_ids,
+            dtype=options.dtype,
+            weights=options.weights,
+            device=options.device,
+            runtime="native",
+            exactness="tie-exact",
+            shape=shape,
+        )
         self._row_invariant = options.row_invariant is not False and self._is_row_invariant(options.dtype)
         if options.row_invariant and not self._row_invariant:
             raise ModelError(
@@ -73,24 +85,14 @@ class NativeTarget:
                 "bfloat16 on a CPU with oneDNN, or row_invariant: auto",
                 "run `specflow doctor` to see which dtypes hold here",
             )
-        self.info = TargetInfo(
-            name=options.name,
-            vocab_size=arch.vocab_size,
-            hidden_size=arch.hidden_size,
-            num_layers=arch.num_layers,
-            context_length=arch.context_length,
-            stop_ids=options.stop_ids,
-            dtype=options.dtype,
-            device=options.device,
-            runtime="native",
-            exactness="bit-exact" if self._row_invariant else "tie-exact",
-            shape=shape,
-        )
+        if self._row_invariant:
+            self.info = replace(self.info, exactness="bit-exact")
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        arch = self.architecture
+        shape = self.architecture.shape
         self._rotary.grow(-(-capacity // KEY_STEP) * KEY_STEP)
-        return KVCache(arch.num_layers, batch, arch.num_kv_heads, capacity, arch.head_width, like=self.embedding)
+        heads, width = shape.num_kv_heads, shape.head_width
+        return KVCache(self.architecture.num_layers, batch, heads, capacity, width, like=self.embedding)
 
     @torch.inference_mode()
     def forward(
@@ -150,9 +152,9 @@ class NativeTarget:
         return logits.view(*normed.shape[:-1], -1)
 
     def _share(self, positions: Tensor, cache: KVCache, mask: Tensor | None, exact: bool) -> Pass:
-        arch = self.architecture
+        arch, shape = self.architecture, self.architecture.shape
         lengths, dtype = cache.lengths, self.embedding.dtype
-        cos, sin = self._rotary.at(positions.reshape(-1), arch.num_heads + arch.num_kv_heads, arch.num_kv_heads)
+        cos, sin = self._rotary.at(positions.reshape(-1), shape.num_heads + shape.num_kv_heads, shape.num_kv_heads)
         full = windowed = None
         if not all(arch.windowed):
             full = plan_attention(lengths, positions, mask, None, exact, dtype)
@@ -168,49 +170,11 @@ class NativeTarget:
         if dtype == torch.float64 or not is_row_invariant([*linears, self.head]):
             return False
         self._row_invariant = True  # probed passes take the layouts that shall hold
-        return self._passes_agree()
+        return passes_agree(self, self._probed_layers())
 
-    @torch.no_grad()
-    def _passes_agree(self) -> bool:
-        """Whether attention, norms and all else give the rows of a block the bits they have one at a time."""
-        widest, device = max(_PROBE_WIDTHS), self.embedding.device
-        tokens = torch.arange(2 * widest, device=device).remainder(self.embedding.shape[0]).view(2, widest)
-        starts = torch.tensor(_PROBE_CONTEXTS, device=device).unsqueeze(1)
-        positions = starts + torch.arange(widest, device=device)
-        cache = self.new_cache(2, KEY_STEP + widest)
-        values = torch.sin(torch.arange(cache.data[0].numel(), device=device) * 0.7)
-        cache.data[:] = values.view_as(cache.data[0])
-        cache.keep(_PROBE_CONTEXTS)
-        first, alone, layers = cache.row(0), [], (0, self._probed_layers())
-        for row in range(min(_PROBE_WIDTHS)):
-            alone.append(self.forward(tokens[:1, row : row + 1], positions[:1, row : row + 1], first, layers=layers))
-            first.keep([1])
-        first.clear(0)
-        first.keep(_PROBE_CONTEXTS[:1])
-        blocks = [self.forward(tokens[:, :m], positions[:, :m], cache, layers=layers) for m in _PROBE_WIDTHS]
-        return all(_same_first_row(one, block, row) for block in blocks for row, one in enumerate(alone))
-
-    def _probed_layers(self) -> int:
+    def _probed_layers(self) -> tuple[int, int]:
         kinds = [(block.windowed, block.rotary) for block in self.blocks]
-        return min(len(kinds), max(_PROBE_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)))
-
-
-def _block_shape(arch: Architecture, config: PretrainedConfig) -> BlockShape:
-    return BlockShape(
-        hidden_size=arch.hidden_size,
-        mlp_size=config.intermediate_size,
-        num_heads=arch.num_heads,
-        num_kv_heads=arch.num_kv_heads,
-        head_width=arch.head_width,
-        eps=arch.eps,
-        rope_theta=float(config.rope_parameters.get("rope_theta", 10000.0)),
-    )
-
-
-def _same_first_row(alone: TargetOutput, block: TargetOutput, row: int) -> bool:
-    """Whether a pass of one row equals that row of a block's first request, bit for bit."""
-    pairs = ((alone.logits, block.logits), (alone.hidden_pre, block.hidden_pre))
-    return all(one is not None and many is not None and torch.equal(one[0, 0], many[0, row]) for one, many in pairs)
+        return 0, min(len(kinds), max(_PROBE_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)))
 
 
 def _unflatten(rows: Tensor, batch: int, width: int) -> Tensor:

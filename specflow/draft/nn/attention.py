@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["KEY_STEP", "AttentionPlan", "KeyRooms", "plan_attention"]
+__all__ = ["KEY_STEP", "AttentionPlan", "KeyRooms", "Sight", "attention_biases", "plan_attention"]
 
 KEY_STEP = 64
 """Key lengths are rounded up to a multiple of this in the row-invariant layout."""
@@ -114,13 +114,42 @@ def plan_attention(
         dtype: Of the bias; the model's.
     """
     batch, rows = positions.shape
+    widths = [length + rows for length in lengths]
+    widths = [-(-w // KEY_STEP) * KEY_STEP for w in widths] if rowwise else [max(widths)] * batch
+    biases = attention_biases(Sight(lengths, positions, mask, window), widths, dtype)
+    if rowwise:
+        return AttentionPlan(lengths, rows, True, [bias.view(rows, 1, 1, -1) for bias in biases])
+    return AttentionPlan(lengths, rows, False, [torch.stack(biases).unsqueeze(1)])
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which keys the new rows of a pass see. Slot s of a batch row holds position s below its length."""
+
+    lengths: Sequence[int]  # [B] committed rows
+    positions: Tensor  # [B, M] of the new rows
+    mask: Tensor | None = None  # [B or 1, M, P + M] bool; None: causal
+    window: int | None = None  # a row at position p sees positions above p - window
+
+
+def attention_biases(sight: Sight, widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """What is added to the scores of every slot: 0 where a row sees it, -inf where not.
+
+    Args:
+        sight: Who sees what.
+        widths: Slots to lay out for each batch row, new rows included.  # [B]
+        dtype: Of the biases; the model's.
+
+    Returns:
+        One for each batch row.  # B tensors [M, width]
+    """
+    positions, mask, window = sight.positions, sight.mask, sight.window
+    rows = positions.shape[1]
     if mask is None:
         mask = torch.ones(rows, rows, dtype=torch.bool, device=positions.device).tril().unsqueeze(0)
     block = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-    widths = [length + rows for length in lengths]
-    widths = [-(-w // KEY_STEP) * KEY_STEP for w in widths] if rowwise else [max(widths)] * batch
     biases = []
-    for b, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+    for b, (length, width) in enumerate(zip(sight.lengths, widths, strict=True)):
         bias = torch.full((rows, width), float("-inf"), dtype=dtype, device=positions.device)
         bias[:, :length] = 0.0
         bias[:, length + rows - block.shape[2] : length + rows] = block[b if block.shape[0] > 1 else 0]
@@ -129,6 +158,4 @@ def plan_attention(
             held[length : length + rows] = positions[b]
             bias.masked_fill_(held <= positions[b].unsqueeze(1) - window, float("-inf"))
         biases.append(bias)
-    if rowwise:
-        return AttentionPlan(lengths, rows, True, [bias.view(rows, 1, 1, -1) for bias in biases])
-    return AttentionPlan(lengths, rows, False, [torch.stack(biases).unsqueeze(1)])
+    return biases

@@ -24,8 +24,14 @@ class RMSNorm(nn.Module):
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         wide = torch.promote_types(weight.dtype, torch.float32)
+        self.eps = eps
         self.gain = nn.Parameter(weight.to(wide) * weight.shape[0] ** 0.5, requires_grad=False)
         self.floor = torch.tensor((weight.shape[0] * eps) ** 0.5, dtype=wide, device=weight.device)
+
+    @property
+    def weight(self) -> Tensor:
+        """As checkpoints hold it, in float32 or wider.  # [H]"""
+        return self.gain / float(self.gain.shape[0]) ** 0.5
 
     def forward(self, rows: Tensor) -> Tensor:
         """# [..., H] -> [..., H]"""

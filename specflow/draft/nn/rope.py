@@ -74,6 +74,11 @@ class RotaryTable:
         sines[:, : sines.shape[1] // 2].neg_()
         self._sin = sines.to(self._device, self._dtype)
 
+    def halves(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the first positions, one for each pair of a head's values.  # [positions, Dh / 2]"""
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), self._frequencies.float().cpu())
+        return angles.cos() * self._gain, angles.sin() * self._gain
+
     def at(self, positions: Tensor, rotated: int, kept: int) -> tuple[Tensor, Tensor]:
         """Factors for `rotate` on heads of which the first are rotated and the others kept as they are.
 

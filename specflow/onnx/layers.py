@@ -1,0 +1,200 @@
+"""The parts of `draft.nn` as ONNX operators: linear, norm, attention over a cache updated in place, MLP.
+
+Rows are [B, R, width] throughout. Every layer's key and value slots are graph inputs [B, Hk, S, Dh]; TensorScatter puts
+the pass's rows above the committed ones and yields the updated slots. A runtime that binds input and output to one
+buffer copies nothing, and a key stands in the same slot whether it came with this pass or an earlier one, so a row's
+bits do not depend on how the rows before it were divided into passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from specflow.onnx.writer import CONTRIB, GraphWriter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specflow.draft.nn.block import DecoderBlock, RMSNorm
+    from specflow.draft.nn.linear import Linear
+    from specflow.draft.nn.rope import RotaryTable
+    from specflow.onnx.quantize import QuantForm
+
+__all__ = ["LinearKind", "PassGraph", "Stream", "add_norm", "linear", "linear_of", "norm"]
+
+LinearKind = Literal["body", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A residual stream: what it was, and a branch that is still to be added."""
+
+    base: str  # [B, R, H]
+    branch: str | None = None  # [B, R, H]
+
+
+def linear(writer: GraphWriter, rows: str, layer: Linear, name: str, kind: LinearKind = "body") -> str:
+    """rows W^T + b, the weight quantised as the writer says for its kind.  # [..., in] -> [..., out]"""
+    return linear_of(writer, rows, (layer.weight, layer.bias), name, kind)
+
+
+def linear_of(
+    writer: GraphWriter, rows: str, weights: tuple[Tensor, Tensor | None], name: str, kind: LinearKind = "body"
+) -> str:
+    """As `linear`, from a weight [out, in] and a bias [out] or none."""
+    weight, bias = weights
+    assert weight.numel(), f"{name} is packed: load the layers unpacked to export them"
+    with writer.scope(name):
+        form = writer.forms.get(kind)
+        if form is None:
+            product = writer.op("MatMul", rows, writer.weight(weight.detach().t(), "weight"))
+        else:
+            product = _quantized(writer, rows, weight, form)
+        return product if bias is None else writer.op("Add", product, writer.weight(bias, "bias"))
+
+
+def norm(writer: GraphWriter, rows: str, layer: RMSNorm, name: str) -> str:
+    """Root-mean-square norm.  # [..., H] -> [..., H]"""
+    gain = writer.weight(layer.weight, f"{name}.weight")
+    return writer.op("RMSNormalization", rows, gain, axis=-1, epsilon=layer.eps)
+
+
+def add_norm(writer: GraphWriter, stream: Stream, layer: RMSNorm, name: str) -> tuple[str, Stream]:
+    """Add what is left to be added and norm the sum, in one operator."""
+    if stream.branch is None:
+        return norm(writer, stream.base, layer, name), stream
+    gain = writer.weight(layer.weight, f"{name}.weight")
+    with writer.scope(name):
+        normed, _, _, total = writer.add(
+            "SkipSimplifiedLayerNormalization",
+            [stream.branch, stream.base, gain],
+            [writer.name_of("normed"), "", "", writer.name_of("sum")],
+            CONTRIB,
+            epsilon=layer.eps,
+        )
+    return normed, Stream(total)
+
+
+
+class PassGraph:
+    """What the layers of one pass share, and the layers themselves.
+
+    Declares the inputs `positions` [B, R], `starts` [B] (committed rows of each batch row) and `bias` [B, R, S], added
+    to the scores of every slot: 0 where a row sees it, -inf where not; `bias_windowed` likewise for layers with a
+    sliding window.
+
+    Args:
+        writer: The graph.
+        rotary: Angles of positions.
+        num_positions: Positions from this one on are taken for the last one.
+        windowed: Of each layer of the pass, whether it has a sliding window.
+    """
+
+    def __init__(
+        self, writer: GraphWriter, rotary: RotaryTable, num_positions: int, windowed: Iterable[bool] = (False,)
+    ) -> None:
+        self._writer = writer
+        kinds = set(windowed)
+        positions = writer.input("positions", ("batch", "rows"), "INT64")
+        self._starts = writer.input("starts", ("batch",), "INT64")
+        bounds = writer.constant(np.array(0)), writer.constant(np.array(num_positions - 1))
+        self._positions = writer.op("Clip", positions, *bounds)
+        cos, sin = rotary.halves(num_positions)
+        self._cos, self._sin = writer.weight(cos, "rotary.cos"), writer.weight(sin, "rotary.sin")
+        names = {False: "bias", True: "bias_windowed"}
+        self._biases = {flag: writer.input(names[flag], ("batch", "rows", "slots")) for flag in sorted(kinds)}
+        self._tiled: dict[tuple[bool, int], str] = {}
+
+    def settle(self, stream: Stream) -> Stream:
+        """The stream with nothing left to add."""
+        return stream if stream.branch is None else Stream(self._writer.op("Add", stream.base, stream.branch))
+
+    def attend(self, stream: Stream, block: DecoderBlock, layer: int) -> Stream:
+        """The attention branch on a residual stream."""
+        if block.attention_norm is None:
+            stream = self.settle(stream)
+            normed = stream.base
+        else:
+            normed, stream = add_norm(self._writer, stream, block.attention_norm, "attention_norm")
+        return Stream(stream.base, self.attend_to(normed, block, layer))
+
+    def attend_to(self, normed: str, block: DecoderBlock, layer: int) -> str:
+        """The attention branch from what queries, keys and values are made from.  # [B, R, in] -> [B, R, H]"""
+        w, kv_heads, width = self._writer, block.num_kv_heads, block.head_width
+        queries, keys, values = self._slots(normed, block, layer)
+        merged = w.op("Reshape", queries, w.constant([0, kv_heads, -1, width]))  # [B, Hk, G R, Dh]
+        scores = w.op("FusedMatMul", merged, keys, domain=CONTRIB, transB=1, alpha=block.scale)
+        weights = w.op("Softmax", w.op("Add", scores, self._bias(block)), axis=-1)  # [B, Hk, G R, S]
+        mixed = w.op("MatMul", weights, values)
+        heads = w.op("Reshape", mixed, w.constant([0, block.num_heads, -1, width]))
+        rows = w.op("Transpose", heads, perm=[0, 2, 1, 3])
+        return linear(w, w.op("Reshape", rows, w.constant([0, 0, block.num_heads * width])), block.out, "out")
+
+    def write_context(self, context: str, block: DecoderBlock, layer: int) -> None:
+        """Write key and value rows made from injected context, which passes neither norm nor query.  # [B, R, H]"""
+        self._slots(context, block, layer)
+
+    def feed(self, stream: Stream, block: DecoderBlock) -> Stream:
+        """The MLP branch."""
+        w = self._writer
+        normed, stream = add_norm(w, stream, block.mlp_norm, "mlp_norm")
+        both = linear(w, normed, block.gate_up, "gate_up")
+        gate, up = w.ops("Split", 2, both, axis=-1, num_outputs=2)
+        inner = w.op("Mul", w.op("Mul", gate, w.op("Sigmoid", gate)), up)
+        return Stream(stream.base, linear(w, inner, block.down, "down"))
+
+    def _slots(self, normed: str, block: DecoderBlock, layer: int) -> tuple[str, str, str]:
+        """Rotated queries [B, Hq, R, Dh], and the layer's slots with the pass's rows in them [B, Hk, S, Dh]."""
+        w, heads, kv_heads, width = self._writer, block.num_heads, block.num_kv_heads, block.head_width
+        fused = linear(w, normed, block.qkv, "qkv")
+        split = w.op("Reshape", fused, w.constant([0, 0, heads + 2 * kv_heads, width]))
+        by_head = w.op("Transpose", split, perm=[0, 2, 1, 3])
+        queries, keys, values = w.ops("Split", 3, by_head, w.constant([heads, kv_heads, kv_heads]), axis=1)
+        if block.query_norm is not None and block.key_norm is not None:
+            queries, keys = norm(w, queries, block.query_norm, "query_norm"), norm(w, keys, block.key_norm, "key_norm")
+        if block.rotary:
+            queries, keys = self._rotate(queries), self._rotate(keys)
+        shape = ("batch", kv_heads, "slots", width)
+        slots = []
+        for kind, fresh in (("key", keys), ("value", values)):
+            past = w.input(f"past_{kind}.{layer}", shape)
+            present = w.op("TensorScatter", past, fresh, self._starts, axis=2)
+            slots.append(w.output(present, f"present_{kind}.{layer}", shape))
+        return queries, slots[0], slots[1]
+
+    def _rotate(self, heads: str) -> str:
+        return self._writer.op("RotaryEmbedding", heads, self._positions, self._cos, self._sin, domain=CONTRIB)
+
+    def _bias(self, block: DecoderBlock) -> str:
+        """A bias for the rows of all query heads that share a key head.  # [B, 1, G R, S]"""
+        groups = block.num_heads // block.num_kv_heads
+        key = (block.windowed, groups)
+        if key not in self._tiled:
+            w = self._writer
+            tiled = w.op("Concat", *[self._biases[block.windowed]] * groups, axis=1)
+            self._tiled[key] = w.op("Unsqueeze", tiled, w.constant([1]))
+        return self._tiled[key]
+
+
+def _quantized(writer: GraphWriter, rows: str, weight: Tensor, form: QuantForm) -> str:
+    """rows W^T with W in blocks of a few bits; see `onnx.quantize`."""
+    from specflow.onnx.quantize import quantize
+
+    blocks = quantize(weight.detach().float().cpu().numpy(), form)
+    inputs = [rows, writer.weight(blocks.quants, "quants"), writer.weight(blocks.scales, "scales")]
+    if blocks.zero_points is not None:
+        inputs.append(writer.weight(blocks.zero_points, "zero_points"))
+    return writer.op(
+        "MatMulNBits",
+        *inputs,
+        domain=CONTRIB,
+        K=weight.shape[1],
+        N=weight.shape[0],
+        bits=blocks.bits,
+        block_size=blocks.block_size,
+        accuracy_level=4,
+    )

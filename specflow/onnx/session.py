@@ -1,0 +1,221 @@
+"""ONNX Runtime sessions that read and write torch tensors in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specflow.errors import ModelError
+from specflow.onnx.writer import onnx_type
+
+__all__ = ["OnnxSession", "Place", "Slots", "choose_providers"]
+
+log = logging.getLogger(__name__)
+
+_TYPES: Mapping[str, torch.dtype] = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(bfloat16)": torch.bfloat16,
+    "tensor(double)": torch.float64,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(bool)": torch.bool,
+}
+_PROVIDERS: Mapping[str, tuple[str, ...]] = {
+    "cuda": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
+    "cpu": ("CPUExecutionProvider",),
+}
+"""What may run a graph on a device, best first."""
+_MOST_BINDINGS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a session runs."""
+
+    device: torch.device
+    threads: int | None = None  # of CPU operators; None: ONNX Runtime's own choice
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Key and value slots that a pass reads and updates in place.
+
+    Args:
+        data: Of all layers.  # [L, 2, B, Hk, S, Dh]
+        layers: Those that the graph has.
+    """
+
+    data: Tensor
+    layers: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+
+
+class OnnxSession:
+    """A graph, ready to run. Not re-entrant.
+
+    Weights are mapped from their file and repacked; torch's and ONNX Runtime's threads should not both be busy, so
+    those of a session stop spinning as soon as a pass ends.
+
+    Args:
+        path: The `.onnx` file.
+        place: Device and threads.
+
+    Raises:
+        ModelError: It cannot be read or run here.
+    """
+
+    def __init__(self, path: Path, place: Place) -> None:
+        self.path, self.device = path, place.device
+        self._session = _open(path, place)
+        self.inputs = {value.name: _value(value, path) for value in self._session.get_inputs()}
+        self.outputs = {value.name: _value(value, path) for value in self._session.get_outputs()}
+        self._bindings: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def providers(self) -> list[str]:
+        """What runs it, best first."""
+        found: list[str] = self._session.get_providers()
+        return found
+
+    def run(
+        self, feeds: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], slots: Slots | None = None
+    ) -> dict[str, Tensor]:
+        """One pass.
+
+        Args:
+            feeds: Value of every input that is no slot, contiguous and on the session's device.
+            wanted: Outputs to compute, and their shapes.
+            slots: Where the graph has layers with a cache.
+
+        Raises:
+            ModelError: A name, type or number of dimensions is not the graph's, or the pass fails.
+        """
+        self._check(feeds, wanted)
+        binding = self._binding(tuple(wanted), slots)
+        for name, tensor in feeds.items():
+            self._bind_input(binding, name, tensor)
+        results = {}
+        for name, shape in wanted.items():
+            results[name] = torch.empty(shape, dtype=self.outputs[name].dtype, device=self.device)
+            self._bind_output(binding, name, results[name])
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # the runtime raises classes of its own for every kind of failure
+            raise self._failure(error) from error
+        return results
+
+    def _check(self, feeds: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
+        for name, tensor in feeds.items():
+            value = self.inputs.get(name)
+            if value is None:
+                raise self._fault(f"there is no input {name!r}", f"one of {', '.join(self._plain_inputs())}")
+            if tensor.dtype != value.dtype or tensor.dim() != len(value.shape):
+                found = f"input {name!r} is {tensor.dtype} {list(tensor.shape)}"
+                raise self._fault(found, f"{value.dtype} [{', '.join(map(str, value.shape))}]")
+            assert tensor.is_contiguous() and tensor.device.type == self.device.type, name
+        if missing := [name for name in self._plain_inputs() if name not in feeds]:
+            raise self._fault(f"input {missing[0]!r} is missing", f"all of {', '.join(self._plain_inputs())}")
+        if unknown := [name for name in wanted if name not in self.outputs]:
+            raise self._fault(f"there is no output {unknown[0]!r}", f"one of {', '.join(self.outputs)}")
+
+    def _plain_inputs(self) -> list[str]:
+        return [name for name in self.inputs if not name.startswith("past_")]
+
+    def _binding(self, wanted: tuple[str, ...], slots: Slots | None) -> Any:
+        """A binding with the slots in place; the latest few are kept, for passes over the same cache."""
+        data = None if slots is None else slots.data
+        key = (wanted, data is None or (data.data_ptr(), *data.shape))
+        if key not in self._bindings:
+            if len(self._bindings) >= _MOST_BINDINGS:
+                del self._bindings[next(iter(self._bindings))]
+            self._bindings[key] = binding = self._session.io_binding()
+            for layer in () if slots is None else slots.layers:
+                for kind, part in zip(("key", "value"), slots.data[layer], strict=True):  # type: ignore[union-attr]
+                    self._bind_input(binding, f"past_{kind}.{layer}", part)
+                    self._bind_output(binding, f"present_{kind}.{layer}", part)
+        return self._bindings[key]
+
+    def _bind_input(self, binding: Any, name: str, tensor: Tensor) -> None:
+        if tensor.numel():
+            binding.bind_input(name, *self._location(tensor))
+        else:
+            import onnxruntime
+
+            empty = onnxruntime.OrtValue.ortvalue_from_numpy(tensor.cpu().numpy())
+            binding.bind_ortvalue_input(name, empty)
+
+    def _bind_output(self, binding: Any, name: str, tensor: Tensor) -> None:
+        binding.bind_output(name, *self._location(tensor))
+
+    def _location(self, tensor: Tensor) -> tuple[str, int, int, tuple[int, ...], int]:
+        """Arguments of a binding: device, its number, ONNX type, shape, address."""
+        device = tensor.device
+        return device.type, device.index or 0, onnx_type(tensor.dtype), tuple(tensor.shape), tensor.data_ptr()
+
+    def _fault(self, found: str, expected: str) -> ModelError:
+        return ModelError(str(self.path), found, expected)
+
+    def _failure(self, error: Exception) -> ModelError:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return self._fault(f"ONNX Runtime could not run it: {reason}", "inputs that fit the graph's shapes")
+
+
+def choose_providers(device: torch.device) -> list[str]:
+    """What ONNX Runtime offers for a device, best first; it takes the next one for operators that one lacks."""
+    import onnxruntime
+
+    offered = set(onnxruntime.get_available_providers())
+    return [name for name in _PROVIDERS.get(device.type, ()) if name in offered]
+
+
+def _open(path: Path, place: Place) -> Any:
+    import onnxruntime
+
+    onnxruntime.set_default_logger_severity(3)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.inter_op_num_threads = 1
+    if place.threads is not None:
+        options.intra_op_num_threads = place.threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    wanted = choose_providers(place.device)
+    if not wanted:
+        expected = f"a device of ONNX Runtime: {', '.join(_PROVIDERS)}"
+        raise ModelError(str(path), f"ONNX Runtime does not run on {place.device}", expected, "set runtime: torch")
+    try:
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=[(name, _provider_options(name, place.device)) for name in wanted]
+        )
+    except Exception as error:  # as above
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(str(path), f"ONNX Runtime cannot open it: {reason}", "a sound graph and its weights") from error
+    lost = [name for name in wanted if name not in session.get_providers()]
+    if lost:
+        log.warning("%s: %s cannot be used here; %s runs it", path.name, ", ".join(lost), session.get_providers()[0])
+    return session
+
+
+def _provider_options(name: str, device: torch.device) -> dict[str, Any]:
+    if name == "CPUExecutionProvider":
+        return {}
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return {"device_id": device.index or 0, "user_compute_stream": str(stream)}
+
+
+def _value(value: Any, path: Path) -> _Value:
+    if value.type not in _TYPES:
+        raise ModelError(str(path), f"{value.name} is a {value.type}", f"one of {', '.join(_TYPES)}")
+    return _Value(_TYPES[value.type], tuple(value.shape))
+

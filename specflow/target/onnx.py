@@ -1,0 +1,164 @@
+"""A target run by ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specflow.draft.nn.attention import Sight, attention_biases
+from specflow.draft.nn.block import RMSNorm
+from specflow.errors import ModelError
+from specflow.onnx.decoder import DecoderPart
+from specflow.onnx.session import OnnxSession, Place, Slots
+from specflow.target.architecture import Architecture
+from specflow.target.base import Cache, TargetInfo, TargetOptions
+from specflow.target.cache import KVCache
+from specflow.target.invariance import passes_agree
+from specflow.types import Skip, TargetOutput
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["GraphPart", "ModelGraphs", "OnnxTarget"]
+
+_NOTHING = Skip()
+
+GraphPart = DecoderPart | Literal["head"]
+"""What of a model a graph computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGraphs:
+    """A model as graphs, each written when it is first asked for."""
+
+    config: PretrainedConfig
+    tensors: Mapping[str, Tensor]
+    find: Callable[[GraphPart], Path]  # the `.onnx` file of a part
+    threads: int | None = None
+
+
+class OnnxTarget:
+    """Graphs of a model behind the `Target` protocol.
+
+    The whole model is opened at once; parts of it (skipped layers, early exits) and the head alone when a drafter
+    first asks for them. Each is a session with weights of its own.
+    """
+
+    def __init__(self, graphs: ModelGraphs, options: TargetOptions) -> None:
+        """Open the whole model.
+
+        Raises:
+            CheckpointError: A tensor is missing or has the wrong shape.
+            ModelError: ONNX Runtime cannot run it, or row invariance was asked for and does not hold.
+        """
+        self.architecture = arch = Architecture.of(graphs.config)
+        self._graphs, self._place = graphs, Place(options.device, graphs.threads)
+        self._sessions: dict[GraphPart, OnnxSession] = {}
+        self._embedding: Tensor | None = None
+        self._norm: RMSNorm | None = None
+        self.info = TargetInfo(
+            name=options.name,
+            vocab_size=arch.vocab_size,
+            hidden_size=arch.shape.hidden_size,
+            num_layers=arch.num_layers,
+            context_length=arch.context_length,
+            stop_ids=options.stop_ids,
+            dtype=options.dtype,
+            weights=options.weights,
+            device=options.device,
+            runtime="onnx",
+            exactness="tie-exact",
+            shape=arch.shape,
+        )
+        if options.row_invariant is not False and passes_agree(self):
+            self.info = replace(self.info, exactness="bit-exact")
+        elif options.row_invariant:
+            raise ModelError(
+                "target.row_invariant",
+                f"passes of {options.weights} in ONNX Runtime change their bits with the number of rows",
+                "a runtime and dtype where they do not, or row_invariant: auto",
+            )
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        shape, like = self.architecture.shape, torch.empty(0, dtype=self.info.dtype, device=self.info.device)
+        return KVCache(self.info.num_layers, batch, shape.num_kv_heads, capacity, shape.head_width, like=like)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        mask: Tensor | None = None,
+        taps: Sequence[int] = (),
+        layers: tuple[int, int] | None = None,
+        skip: Skip | None = None,
+        hidden_in: Tensor | None = None,
+        rows: Literal["all", "last", "none"] = "all",
+    ) -> TargetOutput:
+        """See `Target.forward`."""
+        assert isinstance(cache, KVCache)
+        batch, width = tokens.shape
+        first, end = layers or (0, self.info.num_layers)
+        part = DecoderPart(first, end, _within(skip or _NOTHING, first, end), hidden_in is not None)
+        session = self._session(part)
+        scored = {"all": range(width), "last": range(width - 1, width), "none": range(0)}[rows]
+        feeds = {"positions": positions, "scored": torch.tensor(scored, dtype=torch.int64, device=self.info.device)}
+        feeds |= {"tokens": tokens} if hidden_in is None else {"hidden_in": hidden_in}
+        feeds |= {"starts": torch.tensor(cache.lengths, device=self.info.device)}
+        for name, window in (("bias", None), ("bias_windowed", self.architecture.window)):
+            if name in session.inputs:
+                sight = Sight(cache.lengths, positions, mask, window)
+                feeds[name] = torch.stack(attention_biases(sight, [cache.capacity] * batch, self.info.dtype))
+        states = (batch, width, self.info.hidden_size)
+        wanted = {"hidden_pre": states, "hidden_post": states, **{f"tap.{tap}": states for tap in taps}}
+        if len(scored):
+            wanted["logits"] = (batch, len(scored), self.info.vocab_size)
+        used = [layer for layer in range(first, end) if f"past_key.{layer}" in session.inputs]
+        feeds = {name: tensor.contiguous() for name, tensor in feeds.items()}
+        found = session.run(feeds, wanted, Slots(cache.data, used))
+        nothing = positions.new_empty((batch, 0, self.info.vocab_size), dtype=self.info.dtype)
+        return TargetOutput(
+            logits=found.get("logits", nothing),
+            taps={tap: found[f"tap.{tap}"] for tap in taps},
+            hidden_pre=found["hidden_pre"],
+            hidden_post=found["hidden_post"],
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        if self._embedding is None:
+            self._embedding = self._graphs.tensors["model.embed_tokens.weight"].to(self.info.device)
+        return F.embedding(tokens.clamp_min(0), self._embedding).to(self.info.dtype)
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        if self._norm is None:
+            weight = self._graphs.tensors["model.norm.weight"].to(self.info.device, self.info.dtype)
+            self._norm = RMSNorm(weight, self.architecture.shape.eps)
+        normed: Tensor = self._norm(hidden)
+        return normed
+
+    @torch.inference_mode()
+    def score(self, normed: Tensor) -> Tensor:
+        rows = normed.reshape(1, -1, normed.shape[-1]).contiguous()
+        shape = (1, rows.shape[1], self.info.vocab_size)
+        logits = self._session("head").run({"normed": rows}, {"logits": shape})["logits"]
+        return logits.view(*normed.shape[:-1], -1)
+
+    def _session(self, part: GraphPart) -> OnnxSession:
+        whole = DecoderPart(0, self.info.num_layers)
+        key = whole if part == DecoderPart() else part
+        if key not in self._sessions:
+            self._sessions[key] = OnnxSession(self._graphs.find(key), self._place)
+        return self._sessions[key]
+
+
+def _within(skip: Skip, first: int, end: int) -> Skip:
+    """The part of a skip set that lies in a range of layers."""
+    kept = range(first, end)
+    return Skip(*(frozenset(layer for layer in part if layer in kept) for part in (skip.attention, skip.mlp)))
