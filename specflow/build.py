@@ -19,11 +19,9 @@ from specflow.graph import DecodeGraph, TargetFacts
 from specflow.length import POLICIES, Fixed
 from specflow.recipe_draft import CombinedSection, MergeSection
 from specflow.recipe_sections import TargetSection
-from specflow.target.architecture import NATIVE_FAMILIES, native_refusal
 from specflow.target.base import TargetOptions
-from specflow.target.huggingface import load_huggingface
-from specflow.target.load import load_tokenizer, read_tensors, resolve_model
-from specflow.target.transformer import NativeTarget
+from specflow.target.load import load_tokenizer, resolve_model
+from specflow.target.opening import Opening, open_target
 from specflow.verify import RULES
 
 if TYPE_CHECKING:
@@ -102,25 +100,14 @@ def load_target(section: TargetSection) -> LoadedTarget:
     device = find_device(section.device, "target.device")
     dtype = _dtype(section.dtype, device, config)
     invariant = None if section.row_invariant == "auto" else section.row_invariant
-    options = TargetOptions(files.name, dtype, device, codec.stop_ids, invariant)
+    options = TargetOptions(files.name, dtype, device, codec.stop_ids, invariant, section.quantization)
     if device.type == "cpu":
         return_freed_memory()
-    target: Target
-    if _takes_native(section, config):
-        target = NativeTarget(config, read_tensors(files.directory), options)
-    else:
-        target = load_huggingface(files.directory, options, section.trust_remote_code)
+    runtime, implementation = section.runtime, section.implementation
+    target = open_target(Opening(files, config, options, runtime, implementation, section.trust_remote_code))
     if device.type == "cpu":
         keep_freed_memory()
     return LoadedTarget(target, codec)
-
-
-def _takes_native(section: TargetSection, config: PretrainedConfig) -> bool:
-    if section.implementation != "auto" or config.model_type not in NATIVE_FAMILIES:
-        return section.implementation == "native"
-    if reason := native_refusal(config):
-        log.warning("%s: the native decoder does not compute %s; transformers runs it", section.model, reason)
-    return not reason
 
 
 def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
@@ -139,9 +126,9 @@ def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
 
 
 def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
-    """`auto` is float32 on CPUs and the checkpoint's own type elsewhere."""
+    """`auto` is float32 on CPUs and the checkpoint's own type elsewhere; what is quantised computes in float32."""
     if name != "auto":
-        return _DTYPES[name]
+        return _DTYPES.get(name, torch.float32)
     own = getattr(config, "dtype", None)
     return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
 

@@ -241,8 +241,7 @@ class ProfileKey:
     @classmethod
     def of(cls, recipe: Recipe, info: TargetInfo) -> ProfileKey:
         """The key of a recipe with its target loaded, on this machine as it is set up now."""
-        dtype = str(info.dtype).removeprefix("torch.")
-        target = {"name": info.name, "dtype": dtype, "device": str(info.device), "runtime": info.runtime}
+        target = {"name": info.name, "dtype": info.weights, "device": str(info.device), "runtime": info.runtime}
         draft = None if recipe.draft is None else _without_k(recipe.draft.model_dump(mode="json"))
         return cls(target, draft, _machine(info))
 

@@ -55,8 +55,11 @@ class TargetSection(Section):
     """The model whose text is produced, and where it runs."""
 
     model: str = Field("smollm2-135m", min_length=1, description="embedded model, HF id, local folder or .gguf file")
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
-        "auto", description="type of the weights"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64", "int8", "int4"] = Field(
+        "auto", description="type of the weights; int8 and int4 are float32 with quantised weights, in ONNX Runtime"
+    )
+    runtime: Literal["auto", "torch", "onnx"] = Field(
+        "auto", description="what computes it: torch or ONNX Runtime; auto measures once on a CPU"
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:0, mps")
     implementation: Literal["auto", "native", "transformers"] = Field("auto", description="which decoder computes it")
@@ -66,6 +69,19 @@ class TargetSection(Section):
     revision: str | None = Field(None, description="branch, tag or commit of an HF id")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     threads: int | None = Field(None, ge=1, description="CPU threads; null leaves the choice to torch")
+
+    @property
+    def quantization(self) -> str | None:
+        """The dtype where it is one of quantised weights."""
+        return self.dtype if self.dtype in ("int8", "int4") else None
+
+    @model_validator(mode="after")
+    def _one_runtime(self) -> TargetSection:
+        if self.runtime == "onnx" and self.implementation == "transformers":
+            raise fault("runtime", "onnx with implementation: transformers", "runtime: torch, or implementation: auto")
+        if self.quantization and self.runtime == "torch":
+            raise fault("runtime", f"torch with dtype: {self.dtype}", "runtime: onnx or auto for quantised weights")
+        return self
 
 
 class VerifySection(Section):

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 import torch
 import transformers
 from torch import Tensor
 
+from specflow.onnx.store import GraphStore
 from specflow.target.base import Target, TargetOptions
 from specflow.target.huggingface import HuggingFaceTarget
+from specflow.target.onnx import OnnxTarget, model_graphs
 from specflow.target.transformer import NativeTarget
 from specflow.types import TargetOutput
 
 VOCAB = 64
 CPU = torch.device("cpu")
+GRAPHS = TemporaryDirectory(prefix="specflow-graphs-")
+"""Gone when the process ends."""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -81,8 +88,20 @@ def make_adapter(model: Any, dtype: torch.dtype = torch.float32) -> HuggingFaceT
     return HuggingFaceTarget(model.to(dtype), TargetOptions("tiny", dtype, CPU, (2,)))
 
 
+def make_onnx(model: Any, dtype: torch.dtype = torch.float32, row_invariant: bool | None = None) -> OnnxTarget:
+    """The model as graphs, in a folder that lives as long as the process."""
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    store = GraphStore(Path(GRAPHS.name) / uuid4().hex)
+    options = TargetOptions("tiny", dtype, CPU, (2,), row_invariant)
+    graphs = model_graphs(model.config, tensors, store.find, {"model": "tiny"}, options)
+    return OnnxTarget(graphs, options)
+
+
 def make_target(runtime: str, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Target:
+    """float64 is float32 where a runtime has none."""
     model = make_model(family, **changes)
+    if runtime == "onnx":
+        return make_onnx(model, torch.float32 if dtype == torch.float64 else dtype)
     return make_native(model, dtype) if runtime == "native" else make_adapter(model, dtype)
 
 

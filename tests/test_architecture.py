@@ -34,7 +34,7 @@ LENGTH = ("length", "length_base", "length_match", "length_confidence", "length_
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "allocator"),
     ("types",),
-    ("calibration", "device", "tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance"),
+    ("calibration", "device", "tree", "law", "noise", "rules", "sampling", "measure", "files", "provenance", "sealed"),
     ("target", "draft", "onnx", *VERIFY, *LENGTH, "text", "request", "handover"),
     ("engine", *DECLARATIVE),
     ("cost", "curves", "plot"),

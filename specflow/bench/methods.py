@@ -124,7 +124,7 @@ def target_facts(info: TargetInfo) -> dict[str, str]:
     return {
         "exactness": info.exactness,
         "runtime": info.runtime,
-        "dtype": str(info.dtype).removeprefix("torch."),
+        "dtype": info.weights,
         "device": str(info.device),
     }
 

@@ -8,7 +8,7 @@ layer, and `scored` [X] int64, the rows whose logits are wanted. Outputs: `logit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,8 @@ import torch
 
 from specflow.draft.nn.linear import Linear
 from specflow.draft.nn.rope import RotaryTable
-from specflow.draft.nn.weights import BlockForm, WeightReader
-from specflow.onnx.layers import PassGraph, Stream, add_norm, linear
+from specflow.draft.nn.weights import BlockForm, SeededTensors, WeightReader
+from specflow.onnx.layers import PassGraph, Stream, add_norm, linear, norm
 from specflow.target.architecture import Architecture
 from specflow.types import Skip
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specflow.draft.nn.block import DecoderBlock
     from specflow.onnx.writer import GraphWriter
 
-__all__ = ["DecoderPart", "write_decoder", "write_head"]
+__all__ = ["DecoderPart", "head_weight", "write_decoder", "write_head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,21 @@ class DecoderPart:
     skip: Skip = field(default_factory=Skip)
     enters: bool = False  # with hidden states, in place of tokens
 
+    @property
+    def label(self) -> str:
+        """The same part, the same words."""
+        words = [f"layers {self.first} to {'the last' if self.end is None else self.end - 1}"]
+        for name, left_out in (("attention", self.skip.attention), ("mlp", self.skip.mlp)):
+            words += [f"without {name} of {', '.join(map(str, sorted(left_out)))}"] if left_out else []
+        return ", ".join([*words, *(["entered with hidden states"] if self.enters else [])])
+
 
 def write_decoder(
-    writer: GraphWriter, config: PretrainedConfig, tensors: Mapping[str, Tensor], part: DecoderPart = DecoderPart()
+    writer: GraphWriter,
+    config: PretrainedConfig,
+    tensors: Mapping[str, Tensor] | SeededTensors,
+    part: DecoderPart = DecoderPart(),
+    adapt: Callable[[GraphWriter, str], str] | None = None,
 ) -> None:
     """Write a model's layers, final norm and head, one layer in memory at a time.
 
@@ -51,6 +63,7 @@ def write_decoder(
         config: Of a family that the native target computes.
         tensors: Its weights, by their published names.
         part: Which layers.
+        adapt: Changes the stream before the final norm; `hidden_pre` stays as it was.  # [B, R, H] -> [B, R, H]
 
     Raises:
         CheckpointError: A tensor is missing or has the wrong shape.
@@ -75,7 +88,12 @@ def write_decoder(
         block = reader.block(f"model.layers.{index}", arch.shape, form)
         with writer.scope(f"layers.{index}"):
             taps[index - 1], stream = _run_layer(rows, stream, block, index, part.skip)
-    normed, stream = add_norm(writer, stream, reader.norm("model.norm.weight", width[-1], arch.shape.eps), "norm")
+    final = reader.norm("model.norm.weight", width[-1], arch.shape.eps)
+    if adapt is None:
+        normed, stream = add_norm(writer, stream, final, "norm")
+    else:
+        stream = rows.settle(stream)
+        normed = norm(writer, adapt(writer, stream.base), final, "norm")
     taps[layers.stop - 1] = stream.base
     for layer, value in taps.items():
         writer.output(value, f"tap.{layer}", width)
@@ -87,16 +105,25 @@ def write_decoder(
 
 
 def write_head(writer: GraphWriter, weight: Tensor, bias: Tensor | None = None) -> None:
-    """A head alone: `normed` [B, R, H] to `logits` [B, R, V]."""
+    """A head alone: `scored` [B, R, H], already normed, to `logits` [B, R, V].
+
+    Args:
+        writer: An empty graph.
+        weight: # [V, H]
+        bias: # [V]
+    """
     outputs, width = weight.shape
-    rows = writer.input("normed", ("batch", "rows", width))
+    rows = writer.input("scored", ("batch", "rows", width))
     logits = linear(writer, rows, Linear(weight, bias), "head", "head")
     writer.output(logits, "logits", ("batch", "rows", outputs))
 
 
-def _run_layer(
-    rows: PassGraph, stream: Stream, block: DecoderBlock, index: int, skip: Skip
-) -> tuple[str, Stream]:
+def head_weight(config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The weight of a model's head.  # [V, H]"""
+    return tensors["model.embed_tokens.weight" if Architecture.of(config).tied else "lm_head.weight"]
+
+
+def _run_layer(rows: PassGraph, stream: Stream, block: DecoderBlock, index: int, skip: Skip) -> tuple[str, Stream]:
     """What entered a layer, and the stream behind it."""
     entered = None
     if index not in skip.attention:

@@ -42,10 +42,10 @@ class Precision:
         Raises:
             ModelError: ONNX graphs are not written in it.
         """
-        from specflow.onnx.quantize import FORMS
-
         if name in get_args(FloatName):
             return cls(name, name)  # type: ignore[arg-type]
+        from specflow.onnx.quantize import FORMS
+
         if name not in FORMS:
             expected = f"one of {', '.join((*get_args(FloatName), *FORMS))}"
             raise ModelError("dtype", f"ONNX graphs are not written in {name}", expected)
@@ -116,6 +116,7 @@ class DraftFacts:
     block_size: int | None = None  # slots of a block that is filled at once
     mask_token: int | None = None
     first_slot: int = 0  # of a block, whose logits belong to draft position 1
+    target_cache: bool = False  # past rows are the target's own, and stand in its slots
     to_target: Tensor | None = None  # [Vd] target id of every draft id; None: they are the same
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specflow.draft.nn.rope import RotaryTable
     from specflow.onnx.quantize import QuantForm
 
-__all__ = ["LinearKind", "PassGraph", "Stream", "add_norm", "linear", "linear_of", "norm"]
+__all__ = ["LinearKind", "PassGraph", "Stream", "add_norm", "feed", "linear", "linear_of", "norm"]
 
 LinearKind = Literal["body", "head"]
 
@@ -78,6 +78,14 @@ def add_norm(writer: GraphWriter, stream: Stream, layer: RMSNorm, name: str) -> 
         )
     return normed, Stream(total)
 
+
+def feed(writer: GraphWriter, stream: Stream, block: DecoderBlock) -> Stream:
+    """The MLP branch on a residual stream."""
+    normed, stream = add_norm(writer, stream, block.mlp_norm, "mlp_norm")
+    both = linear(writer, normed, block.gate_up, "gate_up")
+    gate, up = writer.ops("Split", 2, both, axis=-1, num_outputs=2)
+    inner = writer.op("Mul", writer.op("Mul", gate, writer.op("Sigmoid", gate)), up)
+    return Stream(stream.base, linear(writer, inner, block.down, "down"))
 
 
 class PassGraph:
@@ -136,16 +144,18 @@ class PassGraph:
 
     def write_context(self, context: str, block: DecoderBlock, layer: int) -> None:
         """Write key and value rows made from injected context, which passes neither norm nor query.  # [B, R, H]"""
-        self._slots(context, block, layer)
+        w, kv_heads, first = self._writer, block.num_kv_heads, block.num_heads * block.head_width
+        bias = None if block.qkv.bias is None else block.qkv.bias[first:]
+        fused = linear_of(w, context, (block.qkv.weight[first:], bias), "kv")
+        split = w.op("Reshape", fused, w.constant([0, 0, 2 * kv_heads, block.head_width]))
+        keys, values = w.ops("Split", 2, w.op("Transpose", split, perm=[0, 2, 1, 3]), axis=1, num_outputs=2)
+        if block.key_norm is not None:
+            keys = norm(w, keys, block.key_norm, "key_norm")
+        self._write(self._rotate(keys) if block.rotary else keys, values, block, layer)
 
     def feed(self, stream: Stream, block: DecoderBlock) -> Stream:
         """The MLP branch."""
-        w = self._writer
-        normed, stream = add_norm(w, stream, block.mlp_norm, "mlp_norm")
-        both = linear(w, normed, block.gate_up, "gate_up")
-        gate, up = w.ops("Split", 2, both, axis=-1, num_outputs=2)
-        inner = w.op("Mul", w.op("Mul", gate, w.op("Sigmoid", gate)), up)
-        return Stream(stream.base, linear(w, inner, block.down, "down"))
+        return feed(self._writer, stream, block)
 
     def _slots(self, normed: str, block: DecoderBlock, layer: int) -> tuple[str, str, str]:
         """Rotated queries [B, Hq, R, Dh], and the layer's slots with the pass's rows in them [B, Hk, S, Dh]."""
@@ -158,13 +168,17 @@ class PassGraph:
             queries, keys = norm(w, queries, block.query_norm, "query_norm"), norm(w, keys, block.key_norm, "key_norm")
         if block.rotary:
             queries, keys = self._rotate(queries), self._rotate(keys)
-        shape = ("batch", kv_heads, "slots", width)
+        return queries, *self._write(keys, values, block, layer)
+
+    def _write(self, keys: str, values: str, block: DecoderBlock, layer: int) -> tuple[str, str]:
+        """A layer's slots with new rows in them.  # [B, Hk, R, Dh] -> [B, Hk, S, Dh] each"""
+        w, shape = self._writer, ("batch", block.num_kv_heads, "slots", block.head_width)
         slots = []
         for kind, fresh in (("key", keys), ("value", values)):
             past = w.input(f"past_{kind}.{layer}", shape)
             present = w.op("TensorScatter", past, fresh, self._starts, axis=2)
             slots.append(w.output(present, f"present_{kind}.{layer}", shape))
-        return queries, slots[0], slots[1]
+        return slots[0], slots[1]
 
     def _rotate(self, heads: str) -> str:
         return self._writer.op("RotaryEmbedding", heads, self._positions, self._cos, self._sin, domain=CONTRIB)

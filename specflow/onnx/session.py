@@ -124,7 +124,8 @@ class OnnxSession:
             if tensor.dtype != value.dtype or tensor.dim() != len(value.shape):
                 found = f"input {name!r} is {tensor.dtype} {list(tensor.shape)}"
                 raise self._fault(found, f"{value.dtype} [{', '.join(map(str, value.shape))}]")
-            assert tensor.is_contiguous() and tensor.device.type == self.device.type, name
+            assert tensor.is_contiguous(), name
+            assert tensor.device.type == self.device.type, name
         if missing := [name for name in self._plain_inputs() if name not in feeds]:
             raise self._fault(f"input {missing[0]!r} is missing", f"all of {', '.join(self._plain_inputs())}")
         if unknown := [name for name in wanted if name not in self.outputs]:
@@ -136,7 +137,8 @@ class OnnxSession:
     def _binding(self, wanted: tuple[str, ...], slots: Slots | None) -> Any:
         """A binding with the slots in place; the latest few are kept, for passes over the same cache."""
         data = None if slots is None else slots.data
-        key = (wanted, data is None or (data.data_ptr(), *data.shape))
+        # Strides tell one row of a batch from a batch of one that took its memory over.
+        key = (wanted, data is None or (data.data_ptr(), *data.shape, *data.stride()))
         if key not in self._bindings:
             if len(self._bindings) >= _MOST_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
@@ -200,7 +202,7 @@ def _open(path: Path, place: Place) -> Any:
         )
     except Exception as error:  # as above
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(str(path), f"ONNX Runtime cannot open it: {reason}", "a sound graph and its weights") from error
+        raise ModelError(str(path), f"ONNX Runtime cannot open it: {reason}", "a sound graph, its weights") from error
     lost = [name for name in wanted if name not in session.get_providers()]
     if lost:
         log.warning("%s: %s cannot be used here; %s runs it", path.name, ", ".join(lost), session.get_providers()[0])
@@ -218,4 +220,3 @@ def _value(value: Any, path: Path) -> _Value:
     if value.type not in _TYPES:
         raise ModelError(str(path), f"{value.name} is a {value.type}", f"one of {', '.join(_TYPES)}")
     return _Value(_TYPES[value.type], tuple(value.shape))
-

@@ -8,7 +8,7 @@ and on nothing else.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from numpy.typing import NDArray
-    from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
     from specflow.onnx.quantize import QuantForm
 
-__all__ = ["CONTRIB", "OPSET", "FloatName", "GraphWriter", "Shape", "WeightFile", "onnx_type"]
+__all__ = ["CONTRIB", "OPSET", "WRITER_VERSION", "FloatName", "GraphWriter", "Shape", "WeightFile", "onnx_type"]
 
 OPSET = 24
 """Of ai.onnx; 24 brought TensorScatter, the update of a cache in place."""
+WRITER_VERSION = 1
+"""Changes when graphs of the same weights would: those that an earlier version wrote are not used again."""
 CONTRIB = "com.microsoft"
 """Domain of ONNX Runtime's own operators, version 1."""
 _IR_VERSION = 11
@@ -112,6 +114,23 @@ class GraphWriter:
         self._scopes.append(name)
         yield
         self._scopes.pop()
+
+    @contextmanager
+    def body(self, name: str) -> Iterator[GraphProto]:
+        """The body of a Scan or Loop, made of the operators inside; it is whole when the block ends.
+
+        It may use constants, weights and inputs of the graph around it; every other value enters by an input of its
+        own. Names of its inputs and outputs must be new.
+        """
+        from onnx import GraphProto, helper
+
+        around = self._nodes, self._inputs, self._outputs
+        self._nodes, self._inputs, self._outputs = [], [], []
+        graph = GraphProto()
+        yield graph
+        self._rename(self._nodes)
+        graph.CopyFrom(helper.make_graph(self._nodes, name, self._inputs, self._outputs))
+        self._nodes, self._inputs, self._outputs = around
 
     def input(self, name: str, shape: Shape, kind: str | None = None) -> str:
         """A graph input; `kind` is an ONNX type such as INT64, None the type of activations."""
@@ -202,12 +221,8 @@ class GraphWriter:
     def _model(self) -> ModelProto:
         from onnx import helper
 
-        for node in self._nodes:
-            for names in (node.input, node.output):
-                names[:] = [self._renamed.get(name, name) for name in names]
-        graph = helper.make_graph(
-            self._nodes, self.name, self._inputs, self._outputs, list(self._constants.values())
-        )
+        self._rename(self._nodes)
+        graph = helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, list(self._constants.values()))
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
         return helper.make_model(
             graph,
@@ -216,6 +231,11 @@ class GraphWriter:
             producer_name="specflow",
             producer_version=package_version("specflow-toolkit") or "",
         )
+
+    def _rename(self, nodes: Iterable[NodeProto]) -> None:
+        for node in nodes:
+            for names in (node.input, node.output):
+                names[:] = [self._renamed.get(name, name) for name in names]
 
     def _declare(self, name: str, shape: Shape, kind: str | None) -> ValueInfoProto:
         from onnx import helper

@@ -8,12 +8,23 @@ from typing import TYPE_CHECKING
 
 from specflow.draft.nn.rope import ROPE_KINDS, rope_kind
 from specflow.errors import ModelError
+from specflow.target.base import TargetInfo
 from specflow.types import BlockShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["NATIVE_FAMILIES", "SLIDING", "Architecture", "attention_kinds", "native_refusal", "recurrent_reason"]
+    from specflow.target.base import TargetOptions
+
+__all__ = [
+    "NATIVE_FAMILIES",
+    "SLIDING",
+    "Architecture",
+    "attention_kinds",
+    "info_of",
+    "native_refusal",
+    "recurrent_reason",
+]
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """`model_type` values whose decoder the native target reproduces."""
@@ -120,3 +131,21 @@ def recurrent_reason(config: PretrainedConfig) -> str:
     if not marked:
         return ""
     return f"recurrent or hybrid state ({', '.join(marked)}) cannot be rolled back after a rejected draft"
+
+
+def info_of(architecture: Architecture, options: TargetOptions, runtime: str) -> TargetInfo:
+    """What a decoder of this architecture says of itself before its rows were compared."""
+    return TargetInfo(
+        name=options.name,
+        vocab_size=architecture.vocab_size,
+        hidden_size=architecture.shape.hidden_size,
+        num_layers=architecture.num_layers,
+        context_length=architecture.context_length,
+        stop_ids=options.stop_ids,
+        dtype=options.dtype,
+        weights=options.weights,
+        device=options.device,
+        runtime=runtime,
+        exactness="tie-exact",
+        shape=architecture.shape,
+    )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from specflow.draft.nn.attention import KEY_STEP
 
 __all__ = ["KVCache"]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Slots that a cache and its views share."""
+
+    data: Tensor  # [L, 2, B, Hk, slots, Dh]
 
 
 class KVCache:
@@ -19,19 +26,36 @@ class KVCache:
     """
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, width: int, like: Tensor) -> None:
-        slots = -(-capacity // KEY_STEP) * KEY_STEP
-        self.data = torch.zeros(layers, 2, batch, heads, slots, width, dtype=like.dtype, device=like.device)
+        self._capacity = _rounded(capacity)
+        self._memory = _Memory(like.new_zeros(layers, 2, batch, heads, self._capacity, width))
         self._lengths = [0] * batch
-        self._first = 0
+        self._first, self._batch = 0, batch
+
+    @property
+    def data(self) -> Tensor:
+        """Its slots as they are now.  # [L, 2, B, Hk, slots, Dh]"""
+        return self._memory.data[:, :, self._first : self._first + self._batch]
 
     @property
     def lengths(self) -> Sequence[int]:
-        batch = self.data.shape[2]
-        return self._lengths[self._first : self._first + batch]
+        return self._lengths[self._first : self._first + self._batch]
 
     @property
     def capacity(self) -> int:
-        return int(self.data.shape[4])
+        return self._capacity
+
+    def trim(self, slots: int) -> None:
+        """Give back what is above so many slots, for passes that cost by the slot; `make_room` takes it again."""
+        self._memory.data = self._memory.data[..., : _rounded(slots), :].clone()
+
+    def make_room(self, positions: int) -> None:
+        """See that there are slots for so many positions, in this cache and all its views."""
+        old = self._memory.data
+        if positions > old.shape[4]:
+            slots = min(_rounded(max(positions, old.shape[4] * 3 // 2)), self._capacity)
+            assert positions <= slots, f"{positions} positions in a cache for {self._capacity}"
+            self._memory.data = old.new_zeros(*old.shape[:4], slots, old.shape[5])
+            self._memory.data[..., : old.shape[4], :] = old
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value slots of one layer.  # [B, Hk, capacity, Dh] each"""
@@ -42,25 +66,31 @@ class KVCache:
         for b, count in enumerate(counts):
             length = self._lengths[self._first + b]
             if path is not None and count > 0:
-                rows = path[b, :count] + length
-                self.data[:, :, b, :, length : length + count] = self.data[:, :, b].index_select(3, rows)
+                rows, slots = path[b, :count] + length, self.data[:, :, b]
+                slots[:, :, :, length : length + count] = slots.index_select(3, rows)
             self._lengths[self._first + b] = length + count
 
     def select(self, rows: Sequence[int]) -> None:
-        self.data = self.data[:, :, list(rows)].contiguous()
+        self._memory.data = self._memory.data[:, :, list(rows)].contiguous()
         self._lengths = [self._lengths[b] for b in rows]
+        self._batch = len(rows)
 
     def clear(self, row: int) -> None:
         self._lengths[self._first + row] = 0
 
     def row(self, row: int) -> KVCache:
-        return self._view(self.data[:, :, row : row + 1], self._lengths, self._first + row)
+        return self._view(self._lengths, self._first + row, 1)
 
     def fork(self) -> KVCache:
-        return self._view(self.data, list(self.lengths), 0)
+        lengths = [0] * self._first + list(self.lengths)
+        return self._view(lengths, self._first, self._batch)
 
-    @staticmethod
-    def _view(data: Tensor, lengths: list[int], first: int) -> KVCache:
+    def _view(self, lengths: list[int], first: int, batch: int) -> KVCache:
         view = object.__new__(KVCache)
-        view.data, view._lengths, view._first = data, lengths, first
+        view._memory, view._capacity = self._memory, self._capacity
+        view._lengths, view._first, view._batch = lengths, first, batch
         return view
+
+
+def _rounded(slots: int) -> int:
+    return -(-slots // KEY_STEP) * KEY_STEP

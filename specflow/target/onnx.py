@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,10 +15,11 @@ from torch import Tensor
 from specflow.draft.nn.attention import Sight, attention_biases
 from specflow.draft.nn.block import RMSNorm
 from specflow.errors import ModelError
-from specflow.onnx.decoder import DecoderPart
+from specflow.onnx.decoder import DecoderPart, head_weight, write_decoder, write_head
+from specflow.onnx.graphs import GraphSet, Precision
 from specflow.onnx.session import OnnxSession, Place, Slots
-from specflow.target.architecture import Architecture
-from specflow.target.base import Cache, TargetInfo, TargetOptions
+from specflow.target.architecture import Architecture, info_of
+from specflow.target.base import Cache, TargetOptions
 from specflow.target.cache import KVCache
 from specflow.target.invariance import passes_agree
 from specflow.types import Skip, TargetOutput
@@ -25,9 +27,13 @@ from specflow.types import Skip, TargetOutput
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["GraphPart", "ModelGraphs", "OnnxTarget"]
+    from specflow.onnx.graphs import GraphFinder
+
+__all__ = ["GraphPart", "ModelGraphs", "OnnxTarget", "model_graphs"]
 
 _NOTHING = Skip()
+_FIRST_SLOTS = 512
+"""Slots of a new cache: attention goes over all slots there are, so they grow with what is in them."""
 
 GraphPart = DecoderPart | Literal["head"]
 """What of a model a graph computes."""
@@ -40,7 +46,41 @@ class ModelGraphs:
     config: PretrainedConfig
     tensors: Mapping[str, Tensor]
     find: Callable[[GraphPart], Path]  # the `.onnx` file of a part
-    threads: int | None = None
+
+
+def model_graphs(
+    config: PretrainedConfig,
+    tensors: Mapping[str, Tensor],
+    finder: GraphFinder,
+    identity: Mapping[str, object],
+    options: TargetOptions,
+) -> ModelGraphs:
+    """Graphs of a model that are kept where a finder keeps them.
+
+    Args:
+        config: Of a family that the native target computes.
+        tensors: Its weights.
+        finder: Where graphs are.
+        identity: Of the weights.
+        options: Their dtype and quantisation.
+
+    Raises:
+        ModelError: There are no graphs in this dtype.
+    """
+    precision = Precision.named(options.weights)
+
+    def write(part: GraphPart, graphs: GraphSet) -> None:
+        with graphs.graph("target") as writer:
+            if part == "head":
+                write_head(writer, head_weight(config, tensors))
+            else:
+                write_decoder(writer, config, tensors, part)
+
+    def find(part: GraphPart) -> Path:
+        named = {**identity, "part": part if part == "head" else part.label}
+        return finder(named, precision, partial(write, part)) / "target.onnx"
+
+    return ModelGraphs(config, tensors, find)
 
 
 class OnnxTarget:
@@ -58,24 +98,11 @@ class OnnxTarget:
             ModelError: ONNX Runtime cannot run it, or row invariance was asked for and does not hold.
         """
         self.architecture = arch = Architecture.of(graphs.config)
-        self._graphs, self._place = graphs, Place(options.device, graphs.threads)
+        self._graphs, self._place = graphs, Place(options.device, torch.get_num_threads())
         self._sessions: dict[GraphPart, OnnxSession] = {}
         self._embedding: Tensor | None = None
         self._norm: RMSNorm | None = None
-        self.info = TargetInfo(
-            name=options.name,
-            vocab_size=arch.vocab_size,
-            hidden_size=arch.shape.hidden_size,
-            num_layers=arch.num_layers,
-            context_length=arch.context_length,
-            stop_ids=options.stop_ids,
-            dtype=options.dtype,
-            weights=options.weights,
-            device=options.device,
-            runtime="onnx",
-            exactness="tie-exact",
-            shape=arch.shape,
-        )
+        self.info = info_of(arch, options, "onnx")
         if options.row_invariant is not False and passes_agree(self):
             self.info = replace(self.info, exactness="bit-exact")
         elif options.row_invariant:
@@ -87,7 +114,9 @@ class OnnxTarget:
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         shape, like = self.architecture.shape, torch.empty(0, dtype=self.info.dtype, device=self.info.device)
-        return KVCache(self.info.num_layers, batch, shape.num_kv_heads, capacity, shape.head_width, like=like)
+        cache = KVCache(self.info.num_layers, batch, shape.num_kv_heads, capacity, shape.head_width, like=like)
+        cache.trim(_FIRST_SLOTS)
+        return cache
 
     @torch.inference_mode()
     def forward(
@@ -105,6 +134,7 @@ class OnnxTarget:
         """See `Target.forward`."""
         assert isinstance(cache, KVCache)
         batch, width = tokens.shape
+        cache.make_room(max(cache.lengths) + width)
         first, end = layers or (0, self.info.num_layers)
         part = DecoderPart(first, end, _within(skip or _NOTHING, first, end), hidden_in is not None)
         session = self._session(part)
@@ -115,7 +145,7 @@ class OnnxTarget:
         for name, window in (("bias", None), ("bias_windowed", self.architecture.window)):
             if name in session.inputs:
                 sight = Sight(cache.lengths, positions, mask, window)
-                feeds[name] = torch.stack(attention_biases(sight, [cache.capacity] * batch, self.info.dtype))
+                feeds[name] = torch.stack(attention_biases(sight, [cache.data.shape[4]] * batch, self.info.dtype))
         states = (batch, width, self.info.hidden_size)
         wanted = {"hidden_pre": states, "hidden_post": states, **{f"tap.{tap}": states for tap in taps}}
         if len(scored):
@@ -147,7 +177,7 @@ class OnnxTarget:
     def score(self, normed: Tensor) -> Tensor:
         rows = normed.reshape(1, -1, normed.shape[-1]).contiguous()
         shape = (1, rows.shape[1], self.info.vocab_size)
-        logits = self._session("head").run({"normed": rows}, {"logits": shape})["logits"]
+        logits = self._session("head").run({"scored": rows}, {"logits": shape})["logits"]
         return logits.view(*normed.shape[:-1], -1)
 
     def _session(self, part: GraphPart) -> OnnxSession:

