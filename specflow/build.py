@@ -17,6 +17,7 @@ from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.errors import ModelError
 from specflow.graph import DecodeGraph, TargetFacts
 from specflow.length import POLICIES, Fixed
+from specflow.onnx.store import GraphStore
 from specflow.recipe_draft import CombinedSection, MergeSection
 from specflow.recipe_sections import TargetSection
 from specflow.target.base import TargetOptions
@@ -170,6 +171,8 @@ def build_drafter(recipe: Recipe, loaded: LoadedTarget) -> Drafter | None:
         confidence="confidence" in policy.needs | policy.uses,
         codec=loaded.codec,
         load_model=_load_model,
+        graphs=GraphStore().find,
+        threads=torch.get_num_threads(),
     )
     if not isinstance(draft, CombinedSection):
         return _part(draft.parts[0], context).drafter

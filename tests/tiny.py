@@ -21,7 +21,7 @@ VOCAB = 61
 EOS = 2
 
 
-def tiny_target(dtype: torch.dtype = torch.float64, context: int = 256, seed: int = 0, layers: int = 2) -> NativeTarget:
+def tiny_model(context: int = 256, seed: int = 0, layers: int = 2) -> LlamaForCausalLM:
     """A random Llama whose next-token choices are well separated."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -40,8 +40,14 @@ def tiny_target(dtype: torch.dtype = torch.float64, context: int = 256, seed: in
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.35)
+    return model
+
+
+def tiny_target(dtype: torch.dtype = torch.float64, context: int = 256, seed: int = 0, layers: int = 2) -> NativeTarget:
+    """That model in torch."""
+    model = tiny_model(context, seed, layers)
     options = TargetOptions("tiny", dtype, torch.device("cpu"), stop_ids=(EOS,))
-    return NativeTarget(config, dict(model.state_dict()), options)
+    return NativeTarget(model.config, dict(model.state_dict()), options)
 
 
 class NumberText:

@@ -104,6 +104,13 @@ class OutputError:
     relative: float  # that, over the largest absolute value of torch's output
     inputs: str  # "random" or "real"
 
+    @classmethod
+    def between(cls, output: tuple[str, str], found: Tensor, true: Tensor, inputs: str = "random") -> OutputError:
+        """The error of one output of one graph (their names), given what torch makes of the same inputs."""
+        largest = float((found.double() - true.double()).abs().max())
+        scale = float(true.double().abs().max())
+        return cls(*output, largest, largest / scale if scale else largest, inputs)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:

@@ -13,14 +13,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from specflow.errors import ModelError
-from specflow.onnx.graphs import GraphSet, Precision
-from specflow.onnx.writer import OPSET, WRITER_VERSION
 from specflow.sealed import SealedFolders, cache_dir
+
+if TYPE_CHECKING:
+    from specflow.onnx.graphs import GraphSet, Precision
 
 __all__ = ["GraphStore", "StoredGraphs"]
 
@@ -43,7 +42,7 @@ class StoredGraphs:
     identity: Mapping[str, Any]  # the same, whole
     size: int  # bytes
     verified: str  # ISO date and time of the last full check
-    current: bool  # false where another version wrote them: they are not used again
+    writer: int  # WRITER_VERSION of who wrote them; another version does not use them
 
 
 class GraphStore:
@@ -70,6 +69,9 @@ class GraphStore:
         Raises:
             ModelError: The cache is full or cannot be written.
         """
+        from specflow.onnx.graphs import GraphSet  # here, because it brings torch, and listing does not need it
+        from specflow.onnx.writer import OPSET, WRITER_VERSION
+
         facts = {
             "identity": _plain(identity),
             "precision": _plain(precision),
@@ -140,7 +142,7 @@ class GraphStore:
             identity=manifest["identity"],
             size=sum(entry["size"] for entry in manifest["files"].values()),
             verified=manifest["verified"],
-            current=(manifest.get("writer"), manifest.get("opset")) == (WRITER_VERSION, OPSET),
+            writer=manifest["writer"],
         )
 
 
@@ -148,7 +150,8 @@ def _fault(manifest: Mapping[str, Any]) -> str:
     """What graphs' manifests hold beside what all have."""
     precision = manifest.get("precision")
     named = isinstance(precision, dict) and isinstance(precision.get("name"), str)
-    return "" if named and isinstance(manifest.get("identity"), dict) else "manifest.json does not describe graphs"
+    made = isinstance(manifest.get("identity"), dict) and isinstance(manifest.get("writer"), int)
+    return "" if named and made else "manifest.json does not describe graphs"
 
 
 def _plain(value: object) -> Any:
@@ -163,7 +166,7 @@ def _plain(value: object) -> Any:
         return sorted(_plain(each) for each in value)
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    assert isinstance(value, (Path, torch.dtype)), f"{type(value).__name__} cannot identify graphs: {value!r}"
+    assert isinstance(value, Path), f"{type(value).__name__} cannot identify graphs: {value!r}"
     return str(value)
 
 

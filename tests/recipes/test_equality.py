@@ -5,11 +5,13 @@ Networks without weights are small seeded ones here: what is proven is the compu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from tiny import NumberText, tiny_target
+from families import make_onnx
+from tiny import NumberText, tiny_model, tiny_target
 
 from specflow.build import LoadedTarget, build_engine
 from specflow.measure import check_counts
@@ -26,8 +28,8 @@ GREEDY = Sampling(max_new_tokens=24, ignore_eos=True, seed=3)
 WARM = Sampling(max_new_tokens=24, ignore_eos=True, seed=3, temperature=0.8, logit_bias={9: 50.0, 33: 50.0})
 
 
-def decode(recipe: Path, settings: list[str], sampling: Sampling) -> list[Generation]:
-    return build_engine(loaded(recipe, settings), TARGET).generate(PROMPTS, sampling)
+def decode(recipe: Path, settings: list[str], sampling: Sampling, target: LoadedTarget = TARGET) -> list[Generation]:
+    return build_engine(loaded(recipe, settings), target).generate(PROMPTS, sampling)
 
 
 def loaded(recipe: Path, settings: list[str]) -> Recipe:
@@ -74,3 +76,27 @@ def test_other_lossless_rules_equal_vanilla_when_greedy(recipe: Path, rule: str)
         return  # a rule for chains refuses trees: tests/unit/test_graph.py
     got = decode(recipe, [f"verify.rule={rule}"], GREEDY)
     assert [generation.tokens for generation in got] == vanilla(False)
+
+
+@pytest.fixture(scope="module")
+def onnx_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedTarget]:
+    """The same model in ONNX Runtime; graphs of drafters go to a cache of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECFLOW_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield LoadedTarget(make_onnx(tiny_model()), NumberText())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_equals_vanilla_in_onnx_runtime(recipe: Path, batch: int, onnx_target: LoadedTarget) -> None:
+    """Target and drafter."""
+    drafts = loaded(recipe, []).draft is not None
+    accepted = 0
+    for sampling in (GREEDY, WARM):
+        expected = decode(ROOT / "recipes" / "vanilla.yaml", [], sampling, onnx_target)
+        for k in (1, 9) if drafts else (0,):
+            settings = [f"runtime.batch={batch}", *([f"draft.k={k}", "verify.rule=match"] if drafts else [])]
+            got = decode(recipe, settings, sampling, onnx_target)
+            assert [each.tokens for each in got] == [each.tokens for each in expected], f"K = {k}"
+            accepted += sum(each.counts.num_accepted_draft_tokens for each in got)
+    assert (accepted > 0) == drafts

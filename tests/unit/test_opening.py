@@ -1,0 +1,145 @@
+"""Which runtime a target opens in, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import make_model
+
+from specflow.errors import ModelError
+from specflow.target import opening
+from specflow.target.base import TargetOptions
+from specflow.target.opening import Opening, open_target
+from specflow.target.store import ModelFiles
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opening:
+    """A tiny Llama in a directory, and an empty cache."""
+    monkeypatch.setenv("SPECFLOW_CACHE", str(tmp_path / "cache"))
+    return _opening(tmp_path, "llama_biases_tied")
+
+
+def _opening(tmp_path: Path, family: str, **options: Any) -> Opening:
+    model = make_model(family)
+    model.save_pretrained(tmp_path / family)
+    files = ModelFiles(family, tmp_path / family, None, "")
+    return Opening(files, model.config, TargetOptions(family, torch.float32, CPU, (2,)), **options)
+
+
+def _verdicts(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((tmp_path / "cache" / "runtimes").glob("*.json"))]
+
+
+class TestAuto:
+    @pytest.mark.parametrize(("torch_s", "onnx_s", "best"), [(2.0, 1.0, "onnx"), (1.0, 2.0, "native")])
+    def test_the_faster_one_is_measured_once(
+        self, made: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_s: float, onnx_s: float, best: str
+    ) -> None:
+        timed: list[str] = []
+
+        def time(target: Any) -> float:
+            timed.append(target.info.runtime)
+            return {"native": torch_s, "onnx": onnx_s}[target.info.runtime]
+
+        monkeypatch.setattr(opening, "_time", time)
+        assert open_target(made).info.runtime == best
+        assert open_target(made).info.runtime == best
+        assert timed == ["native", "onnx"]
+        (verdict,) = _verdicts(tmp_path)
+        assert verdict["seconds"] == {"torch": torch_s, "onnx": onnx_s}
+
+    def test_real_timings_are_positive_and_kept(self, made: Opening, tmp_path: Path) -> None:
+        target = open_target(made)
+        (verdict,) = _verdicts(tmp_path)
+        assert all(seconds > 0 for seconds in verdict["seconds"].values())
+        assert {"torch": "native", "onnx": "onnx"}[verdict["runtime"]] == target.info.runtime
+
+    def test_row_invariance_is_not_given_up_for_speed(
+        self, made: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(opening, "_time", lambda target: 1.0 if target.info.runtime == "onnx" else 3.0)
+        monkeypatch.setattr("specflow.target.onnx.passes_agree", lambda target: False)
+        with caplog.at_level(logging.WARNING):
+            assert open_target(made).info.runtime == "native"
+        assert "onnx is 3.00 times as fast" in caplog.text
+
+    def test_another_number_of_threads_is_another_question(self, made: Opening, tmp_path: Path) -> None:
+        open_target(made)
+        torch.set_num_threads(2)
+        try:
+            open_target(made)
+        finally:
+            torch.set_num_threads(1)
+        assert len(_verdicts(tmp_path)) == 2
+
+    def test_a_damaged_verdict_is_measured_again(self, made: Opening, tmp_path: Path) -> None:
+        open_target(made)
+        (path,) = (tmp_path / "cache" / "runtimes").glob("*.json")
+        path.write_text('{"runtime": "gpu"}')
+        open_target(made)
+        assert json.loads(path.read_text())["runtime"] in ("torch", "onnx")
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    def test_dtypes_without_graphs_stay_in_torch(self, made: Opening, tmp_path: Path, dtype: torch.dtype) -> None:
+        wide = replace(made, options=replace(made.options, dtype=dtype))
+        assert open_target(wide).info.runtime == "native"
+        assert not _verdicts(tmp_path)
+
+    def test_models_without_graphs_stay_in_transformers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECFLOW_CACHE", str(tmp_path / "cache"))
+        assert open_target(_opening(tmp_path, "gpt2")).info.runtime == "transformers"
+
+
+class TestAskedFor:
+    def test_torch(self, made: Opening) -> None:
+        assert open_target(replace(made, runtime="torch")).info.runtime == "native"
+
+    def test_onnx(self, made: Opening) -> None:
+        target = open_target(replace(made, runtime="onnx"))
+        assert (target.info.runtime, target.info.weights) == ("onnx", "float32")
+
+    @pytest.mark.parametrize("quantization", ["int8", "int4"])
+    def test_quantised_weights_run_in_onnx_runtime(self, made: Opening, quantization: str) -> None:
+        target = open_target(replace(made, options=replace(made.options, quantization=quantization)))
+        assert (target.info.runtime, target.info.weights) == ("onnx", quantization)
+        assert target.info.dtype == torch.float32
+
+    def test_row_invariance_that_does_not_hold_is_refused(self, made: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("specflow.target.onnx.passes_agree", lambda target: False)
+        with pytest.raises(ModelError, match="change their bits"):
+            open_target(replace(made, runtime="onnx", options=replace(made.options, row_invariant=True)))
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"implementation": "transformers"}, "implementation: transformers"),
+            ({"dtype": torch.float64}, "no float64 graphs"),
+            ({"dtype": torch.bfloat16}, "no bfloat16 on CPUs"),
+            ({"device": torch.device("mps")}, "does not run on mps"),
+        ],
+    )
+    def test_what_onnx_runtime_lacks(self, made: Opening, changes: dict[str, Any], reason: str) -> None:
+        if "implementation" in changes:
+            asked = replace(made, runtime="onnx", **changes)
+        else:
+            asked = replace(made, runtime="onnx", options=replace(made.options, **changes))
+        with pytest.raises(ModelError, match=reason):
+            open_target(asked)
+
+    def test_a_family_without_graphs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECFLOW_CACHE", str(tmp_path / "cache"))
+        with pytest.raises(ModelError, match="graphs do not compute model_type 'gpt2'"):
+            open_target(_opening(tmp_path, "gpt2", runtime="onnx"))
+
+    def test_quantised_weights_in_torch(self, made: Opening) -> None:
+        with pytest.raises(ModelError, match="quantised weights run in ONNX Runtime"):
+            open_target(replace(made, runtime="torch", options=replace(made.options, quantization="int8")))
