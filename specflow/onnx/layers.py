@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from specflow.onnx.quantize import quantize
 from specflow.onnx.writer import CONTRIB, GraphWriter
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["LinearKind", "PassGraph", "Stream", "add_norm", "feed", "linear", "linear_of", "norm"]
 
 LinearKind = Literal["body", "head"]
+
+_INT8_ACTIVATIONS = 4
+"""Accuracy level of the product: rows are taken to 8 bits block by block, for whole-number arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,19 +200,22 @@ class PassGraph:
 
 def _quantized(writer: GraphWriter, rows: str, weight: Tensor, form: QuantForm) -> str:
     """rows W^T with W in blocks of a few bits; see `onnx.quantize`."""
-    from specflow.onnx.quantize import quantize
-
     blocks = quantize(weight.detach().float().cpu().numpy(), form)
     inputs = [rows, writer.weight(blocks.quants, "quants"), writer.weight(blocks.scales, "scales")]
     if blocks.zero_points is not None:
         inputs.append(writer.weight(blocks.zero_points, "zero_points"))
-    return writer.op(
+    product = writer.op(
         "MatMulNBits",
         *inputs,
         domain=CONTRIB,
-        K=weight.shape[1],
-        N=weight.shape[0],
+        K=blocks.in_width,
+        N=blocks.out_width,
         bits=blocks.bits,
         block_size=blocks.block_size,
-        accuracy_level=4,
+        accuracy_level=_INT8_ACTIVATIONS,
     )
+    if blocks.offset is None:
+        return product
+    name = f"membership.{blocks.in_width}.{blocks.block_size}"
+    sums = writer.op("MatMul", rows, writer.weight(blocks.membership, name, scoped=False))
+    return writer.op("Add", product, writer.op("MatMul", sums, writer.weight(blocks.offset, "offset")))
