@@ -22,10 +22,9 @@ _PACKAGES = (
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="machine output on stdout")] = False,
-    providers: Annotated[bool, typer.Option("--providers", help="load onnxruntime and list its providers")] = False,
 ) -> None:
     """Show devices, threads, versions, the cache, and what is missing. Exit code 1 where something needed is."""
-    report = diagnose(providers)
+    report = diagnose()
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -34,14 +33,10 @@ def doctor(
         raise typer.Exit(1)
 
 
-def diagnose(providers: bool = False) -> dict[str, Any]:
-    """Everything `doctor` shows, as plain values.
-
-    Args:
-        providers: Load onnxruntime and ask it; left out by default, because loading it writes files of its own.
-    """
+def diagnose() -> dict[str, Any]:
+    """Everything `doctor` shows, as plain values."""
     versions = {name: package_version(name) for name in _PACKAGES}
-    onnx = _onnxruntime(providers)
+    onnx = _onnxruntime()
     missing = [f"{name} is not installed" for name, version in versions.items() if version is None]
     missing += [str(onnx["problem"])] if onnx["problem"] else []
     if importlib.util.find_spec("pip") is None:
@@ -84,18 +79,24 @@ def _devices() -> list[dict[str, Any]]:
     return [*devices, {"device": "cpu", "name": cpu_model()}]
 
 
-def _onnxruntime(ask: bool) -> dict[str, Any]:
-    """Version, and the providers compiled in if asked for; which of them work here shows only when one is used."""
+def _onnxruntime() -> dict[str, Any]:
+    """Version, providers compiled in, and which of them would run a graph; whether they work here shows only in use."""
     version = next(filter(None, map(package_version, ("onnxruntime", "onnxruntime-gpu"))), None)
+    found: dict[str, Any] = {"version": version, "compiled_in": None, "chosen": {}, "problem": ""}
     if version is None:
-        return {"version": None, "compiled_in": None, "problem": "onnxruntime is not installed"}
-    if not ask:
-        return {"version": version, "compiled_in": None, "problem": ""}
+        return {**found, "problem": "onnxruntime is not installed"}
+    if not package_version("torch"):
+        return found
+    import torch
+
+    from specflow.onnx.session import choose_providers  # before onnxruntime: it turns off what that reports and writes
+
     try:
-        compiled_in = importlib.import_module("onnxruntime").get_available_providers()
+        found["compiled_in"] = importlib.import_module("onnxruntime").get_available_providers()
+        found["chosen"] = {device: choose_providers(torch.device(device)) for device in ("cpu", "cuda")}
     except ImportError as error:
-        return {"version": version, "compiled_in": None, "problem": f"onnxruntime is not usable: {error}"}
-    return {"version": version, "compiled_in": compiled_in, "problem": ""}
+        found["problem"] = f"onnxruntime is not usable: {error}"
+    return found
 
 
 def _packed() -> dict[str, object]:
@@ -133,8 +134,8 @@ def _print_report(report: dict[str, Any]) -> None:
     for name, version in report["versions"].items():
         table.add_row(name, version or "[red]missing[/red]")
     table.add_row("onnxruntime", onnx["version"] or "[red]missing[/red]")
-    if onnx["compiled_in"] is not None:
-        table.add_row("providers compiled in", f"{', '.join(onnx['compiled_in'])} (not tried on this machine)")
+    for name, text in _onnx_rows(report):
+        table.add_row(name, text)
     if packed:
         table.add_row("packed linears", "yes" if packed["available"] else f"no: {packed['reason']}")
         states = [f"{dtype} {'yes' if holds else 'no'}" for dtype, holds in packed["row_invariant"].items()]
@@ -144,3 +145,18 @@ def _print_report(report: dict[str, Any]) -> None:
         table.add_row("broken models", f"{', '.join(cache['broken'])} (specflow models fetch or remove NAME)")
     table.add_row("missing", "\n".join(report["missing"]) or "nothing")
     Console().print(table)
+
+
+def _onnx_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What ONNX Runtime offers, in short names."""
+    onnx, here = report["onnxruntime"], {device["device"].partition(":")[0] for device in report["devices"]}
+    rows = [] if onnx["compiled_in"] is None else [("onnx compiled in", ", ".join(map(_bare, onnx["compiled_in"])))]
+    for device, chosen in onnx["chosen"].items():
+        threads = f", {report['cpu']['threads']} threads as torch" if device == "cpu" else ""
+        note = threads if device in here else "; no such device here"
+        rows.append((f"onnx on {device}", f"{' then '.join(map(_bare, chosen)) or 'none'}{note}"))
+    return rows
+
+
+def _bare(provider: str) -> str:
+    return provider.removesuffix("ExecutionProvider")

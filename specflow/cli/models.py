@@ -1,26 +1,31 @@
-"""`specflow models`: what is cached; fetch, verify, remove."""
+"""`specflow models`: which models and ONNX graphs are cached; fetch, verify, remove."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from specflow.onnx.store import GraphStore, StoredGraphs
     from specflow.target.store import ModelStore, StoredModel
 
 __all__ = ["app"]
 
-app = typer.Typer(help="List, fetch, verify and remove models.")
+app = typer.Typer(help="List, fetch, verify and remove models and the ONNX graphs made of them.")
+
+_GRAPHS = "onnx/"
+"""How names of graphs begin."""
 
 Json = Annotated[bool, typer.Option("--json", help="machine output on stdout")]
 
 
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context, as_json: Json = False) -> None:
-    """List the catalogue and every cached model."""
+    """List the catalogue, every cached model, and ONNX graphs (onnx/...)."""
     if context.invoked_subcommand is not None:
         if as_json:
             raise typer.BadParameter(f"put it behind {context.invoked_subcommand}", param_hint="--json")
@@ -48,10 +53,13 @@ def fetch(name: str, as_json: Json = False) -> None:
 
 @app.command()
 def verify(name: Annotated[str, typer.Argument()] = "", as_json: Json = False) -> None:
-    """Recompute the hashes of one cached model, or of all. Exit code 1 where one is broken."""
-    store = _store()
-    names = [name] if name else [*(model.name for model in store.cached()), *store.unreadable()]
-    problems = {each: store.verify(each) for each in names}
+    """Recompute the hashes of one cached model or folder of graphs, or of all. Exit code 1 where one is broken."""
+    store, graphs = _store(), _graphs()
+    names = [name] if name else [*(model.name for model in store.cached()), *store.unreadable(), *_graph_names(graphs)]
+    problems = {
+        each: graphs.verify(each.removeprefix(_GRAPHS)) if each.startswith(_GRAPHS) else store.verify(each)
+        for each in names
+    }
     if as_json:
         print(json.dumps(problems, indent=2))
     else:
@@ -62,13 +70,20 @@ def verify(name: Annotated[str, typer.Argument()] = "", as_json: Json = False) -
     if any(problems.values()):
         if not as_json:
             print("hint: specflow models fetch NAME replaces a broken model", file=sys.stderr)
+            print("hint: specflow models remove NAME drops broken graphs; they are written again", file=sys.stderr)
         raise typer.Exit(1)
 
 
 @app.command()
 def remove(name: str, as_json: Json = False) -> None:
-    """Delete a converted model from the cache. Hub models belong to the hub's client (`hf cache`)."""
-    freed = _store().remove(name)
+    """Delete a converted model or ONNX graphs (onnx/KEY, or onnx for all). Hub models belong to `hf cache`."""
+    if name == _GRAPHS.rstrip("/"):
+        graphs = _graphs()
+        freed = sum(graphs.remove(each.removeprefix(_GRAPHS)) for each in _graph_names(graphs))
+    elif name.startswith(_GRAPHS):
+        freed = _graphs().remove(name.removeprefix(_GRAPHS))
+    else:
+        freed = _store().remove(name)
     print(json.dumps({"name": name, "freed": freed}) if as_json else f"{name}: {freed / 1e6:.0f} MB freed")
 
 
@@ -76,6 +91,16 @@ def _store() -> ModelStore:
     from specflow.target.store import ModelStore
 
     return ModelStore()
+
+
+def _graphs() -> GraphStore:
+    from specflow.onnx.store import GraphStore
+
+    return GraphStore()
+
+
+def _graph_names(graphs: GraphStore) -> list[str]:
+    return [f"{_GRAPHS}{name}" for name in (*(each.name for each in graphs.cached()), *graphs.unreadable())]
 
 
 def _stored_row(model: StoredModel) -> dict[str, Any]:
@@ -108,10 +133,27 @@ def _rows() -> list[dict[str, Any]]:
          "verified": None, "source": "Hugging Face hub", "hash": None}
         for model in cached_hub_models()
     ]  # fmt: skip
-    return [*cached.values(), *broken.values(), *absent, *hub]
+    graphs = _graphs()
+    known = {row["hash"][:12]: name for name, row in cached.items()}
+    written = [_graph_row(each, known) for each in graphs.cached()]
+    damaged = [{**_broken_row(graphs, name), "name": f"{_GRAPHS}{name}"} for name in graphs.unreadable()]
+    return [*cached.values(), *broken.values(), *absent, *hub, *written, *damaged]
 
 
-def _broken_row(store: ModelStore, name: str) -> dict[str, Any]:
+def _graph_row(graphs: StoredGraphs, known: Mapping[str, str]) -> dict[str, Any]:
+    """A folder of graphs; the hashes of cached models are shown as their names."""
+    made_of = graphs.source
+    for short, name in known.items():
+        made_of = made_of.replace(short, name)
+    return {
+        "name": f"{_GRAPHS}{graphs.name}", "kind": "graphs", "cached": True, "path": str(graphs.directory),
+        "size": graphs.size, "verified": graphs.verified, "source": f"{graphs.precision}, {made_of}",
+        "hash": None, "precision": graphs.precision, "graphs": list(graphs.graphs), "identity": graphs.identity,
+        "writer": graphs.writer,
+    }  # fmt: skip
+
+
+def _broken_row(store: ModelStore | GraphStore, name: str) -> dict[str, Any]:
     path, reason = store.directory_of(name), "; ".join(store.verify(name))
     return {
         "name": name, "kind": "broken", "cached": False, "path": str(path), "size": None,

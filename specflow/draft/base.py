@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from specflow.draft.onnx_lm import ModelWeights
     from specflow.onnx.graphs import GraphFinder
     from specflow.target.base import Cache, Target
     from specflow.text import TextCodec
@@ -39,6 +40,7 @@ class SourceContext:
     load_model: ModelLoader | None = None
     graphs: GraphFinder | None = None  # where ONNX graphs of networks are kept; None: nowhere, torch runs them
     threads: int | None = None  # of ONNX Runtime on a CPU
+    weights: ModelWeights | None = None  # the target's, for networks that are a part of it and are written as graphs
 
     def takes_onnx(self, runtime: str) -> bool:
         """Whether a network with this `draft.runtime` runs as ONNX graphs: auto follows the target."""

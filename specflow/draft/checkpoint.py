@@ -14,11 +14,12 @@ from specflow.draft.nn.weights import SeededTensors, WeightReader
 from specflow.errors import CheckpointError
 from specflow.law import DraftVocabulary
 from specflow.target.load import read_json, read_tensors
+from specflow.target.store import checkpoint_hash
 
 if TYPE_CHECKING:
     from specflow.target.base import Target
 
-__all__ = ["draft_vocabulary", "open_weights", "read_options"]
+__all__ = ["draft_vocabulary", "open_weights", "read_options", "weights_identity"]
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,16 @@ def open_weights(
         return WeightReader(SeededTensors(seed), f"random weights, seed {seed}", like, packed)
     tensors = read_tensors(_directory(weights))
     return WeightReader(_WholeNorms(tensors) if offset_norms else tensors, weights, like, packed)
+
+
+def weights_identity(weights: str | None, seed: int) -> str:
+    """What tells a drafter's weights from all others, wherever they lie: their content, or the seed of random ones.
+
+    Raises:
+        CheckpointError: There is no such directory.
+        ModelError: A file in it cannot be read.
+    """
+    return f"seed {seed}" if weights is None else checkpoint_hash(_directory(weights))
 
 
 class _WholeNorms(Mapping[str, torch.Tensor]):

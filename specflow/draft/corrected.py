@@ -7,6 +7,7 @@ corrector, confidence head" is then a matter of three lines of YAML.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,12 +19,24 @@ from specflow.errors import GraphError
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.chain import ConfidenceHead
+    from specflow.draft.nn.confidence import LinearConfidence
     from specflow.draft.nn.corrector import TableCorrector
     from specflow.draft.nn.weights import WeightReader
-    from specflow.draft.parallel import MarginalModel
+    from specflow.draft.onnx_loop import DraftHeads
+    from specflow.draft.onnx_parallel import GraphedModel, ParallelGraphs
+    from specflow.draft.parallel import Corrector, MarginalModel
     from specflow.draft.steps import StepModel
 
-__all__ = ["ConfidenceOptions", "CorrectorOptions", "ParallelOptions", "assemble", "confidence_of", "parallel_drafter"]
+__all__ = [
+    "ConfidenceOptions",
+    "CorrectorOptions",
+    "ParallelOptions",
+    "assemble",
+    "confidence_of",
+    "parallel_drafter",
+    "parallel_graphs",
+    "read_heads",
+]
 
 CORRECTED = "parallel+corrector"
 """The dependency that has a corrector."""
@@ -73,7 +86,7 @@ P = TypeVar("P", bound=ParallelOptions)
 
 
 def parallel_drafter(
-    config: P, context: SourceContext, make_network: Callable[[P, WeightReader, SourceContext], MarginalModel]
+    config: P, context: SourceContext, make_network: Callable[[P, WeightReader, SourceContext], GraphedModel]
 ) -> Drafter:
     """A source's drafter: its network, corrected and trusted as the options say, over blocks of the wanted shape.
 
@@ -85,20 +98,53 @@ def parallel_drafter(
     Raises:
         CheckpointError: The weights do not fit the options or the target.
         GraphError: The options do not fit each other, k or the target.
+        ModelError: ONNX Runtime was asked for and cannot run it.
     """
+    from specflow.draft.parallel import ParallelModel
+
+    onnx = context.takes_onnx(config.runtime)
+    options, model, heads = _open(config, context, make_network, packed=not onnx)
+    corrector: Corrector | None = heads.corrector
+    if onnx:
+        corrector = _graphs_of(model, heads).run(model, options, context)
+    return make_drafter(options, ParallelModel(model, corrector), context, heads.confidence)
+
+
+def parallel_graphs(
+    config: P, context: SourceContext, make_network: Callable[[P, WeightReader, SourceContext], GraphedModel]
+) -> ParallelGraphs:
+    """A source's network as something that can be written as ONNX graphs; see `parallel_drafter`."""
+    _, model, heads = _open(config, context, make_network, packed=False)
+    return _graphs_of(model, heads)
+
+
+def _open(
+    config: P,
+    context: SourceContext,
+    make_network: Callable[[P, WeightReader, SourceContext], GraphedModel],
+    packed: bool,
+) -> tuple[P, GraphedModel, DraftHeads]:
+    """The options with what the checkpoint says filled in, the network, and what stands on it."""
     from specflow.draft.checkpoint import open_weights, read_options
 
     options = read_options(config, config.weights)
-    reader = open_weights(options.weights, options.seed, context.target)
-    model, head = assemble(make_network(options, reader, context), options, reader, context)
+    reader = open_weights(options.weights, options.seed, context.target, packed=packed)
+    model = make_network(options, reader, context)
+    heads = read_heads(model, options, reader, context)
     reader.close()
-    return make_drafter(options, model, context, head)
+    return options, model, heads
 
 
-def assemble(
+def _graphs_of(model: GraphedModel, heads: DraftHeads) -> ParallelGraphs:
+    from specflow.draft.onnx_parallel import ParallelGraphs
+
+    return ParallelGraphs(model.graphs(), heads)
+
+
+def read_heads(
     network: MarginalModel, options: CorrectorOptions, reader: WeightReader, context: SourceContext
-) -> tuple[StepModel, ConfidenceHead | None]:
-    """Steps over a network's marginals, corrected where the options say so, and the confidence head.
+) -> DraftHeads:
+    """The corrector and the confidence head that the options ask for, over a network's marginals.
 
     Args:
         network: Its hidden rows are as wide as the target's.
@@ -111,19 +157,30 @@ def assemble(
         CheckpointError: A tensor is missing or has another shape.
     """
     from specflow.draft.nn.corrector import CorrectorShape, read_corrector
-    from specflow.draft.parallel import ParallelModel
+    from specflow.draft.onnx_loop import DraftHeads
 
     _check_dependency(options, context)
     info, vocabulary = context.target.info, network.vocabulary
+    to_target = None if vocabulary is None else vocabulary.to_target
     corrector = None
     if options.corrector is not None:
-        drafted = info.vocab_size if vocabulary is None else len(vocabulary.to_target)
+        drafted = info.vocab_size if to_target is None else len(to_target)
         shape = CorrectorShape(options.corrector_rank, info.hidden_size, info.vocab_size, drafted)
         corrector = read_corrector(options.corrector, reader, shape)
     depth = min(context.k, network.most_depth)
     reads_tokens = options.confidence_tokens is not False
     head = confidence_of(options, reader, info.hidden_size, depth, corrector if reads_tokens else None)
-    return ParallelModel(network, corrector), head
+    return DraftHeads(corrector, head, info.vocab_size, to_target)
+
+
+def assemble(
+    network: MarginalModel, options: CorrectorOptions, reader: WeightReader, context: SourceContext
+) -> tuple[StepModel, ConfidenceHead | None]:
+    """Steps over a network's marginals, corrected where the options say so, and the confidence head: `read_heads`."""
+    from specflow.draft.parallel import ParallelModel
+
+    heads = read_heads(network, options, reader, context)
+    return ParallelModel(network, heads.corrector), heads.confidence
 
 
 def confidence_of(
@@ -132,7 +189,7 @@ def confidence_of(
     hidden_size: int,
     depth: int,
     corrector: TableCorrector | None = None,
-) -> ConfidenceHead | None:
+) -> LinearConfidence | None:
     """The confidence head that the options ask for, over any network; None where they ask for none.
 
     Args:
@@ -147,13 +204,14 @@ def confidence_of(
         CheckpointError: A tensor is missing or has another shape.
     """
     from specflow.draft.nn.confidence import read_confidence
+    from specflow.draft.nn.corrector import look_up
 
     if not options.confidence_head:
         return None
     if options.temperatures and len(options.temperatures) < depth:
         found = f"{len(options.temperatures)} temperatures for {depth} draft positions"
         raise GraphError("draft.temperatures", found, "one for each position", "calibrate at this k, or lower draft.k")
-    rows = None if corrector is None else (corrector.embed, int(corrector.table.shape[1]))
+    rows = None if corrector is None else (partial(look_up, corrector.table), int(corrector.table.shape[1]))
     return read_confidence(reader, hidden_size, options.confidence_bias, rows, options.temperatures)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,25 +16,56 @@ from torch import Tensor
 from specflow.draft.checkpoint import open_weights, read_options
 from specflow.draft.corrected import confidence_of
 from specflow.draft.feature_options import FeatureOptions
-from specflow.draft.nn.feature_step import FeatureNetwork, NetworkParts, Pairs
+from specflow.draft.nn.feature_step import FeatureNetwork, NetworkParts, Pairs, StepRows
 from specflow.draft.pending import TOGETHER, Pending
 from specflow.draft.shapes import make_drafter
-from specflow.target.cache import KVCache
 
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, Needs, SourceContext
+    from specflow.draft.chain import ConfidenceHead
     from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.onnx_feature import FeatureGraphs
     from specflow.draft.steps import Frontier, Steps
     from specflow.law import DraftVocabulary
     from specflow.target.base import Cache, Target
-    from specflow.types import Entry, Observation
+    from specflow.target.cache import KVCache
+    from specflow.types import BlockShape, Entry, Features, Observation
 
-__all__ = ["FeatureModel", "complete", "feature_drafter"]
+__all__ = ["FeatureModel", "StepNetwork", "complete", "feature_drafter", "feature_graphs"]
 
 F = TypeVar("F", bound=FeatureOptions)
 
 CHUNK = 512
 """Most positions of a prompt that run in one pass."""
+
+
+class StepNetwork(Protocol):
+    """Step modules with what stands around them, whatever computes them. No state of requests."""
+
+    @property
+    def needs(self) -> Needs: ...
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None: ...
+
+    @property
+    def shape(self) -> BlockShape: ...
+
+    @property
+    def num_steps(self) -> int:
+        """1: one module, run on its own output; more: one a draft position."""
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache for one module, with room for so many positions."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Features as the first step reads them.  # [B, R, F] -> [B, R, H]"""
+
+    def run(self, index: int, pairs: Pairs, cache: KVCache, mask: Tensor | None = None) -> StepRows:
+        """One pass of a step module; new rows stand above the committed ones of its cache."""
+
+    def score(self, scored: Tensor) -> Tensor:
+        """The head.  # [B, R, H] -> [B, R, Vd]"""
 
 
 class FeatureModel:
@@ -50,12 +81,12 @@ class FeatureModel:
         max_positions: Positions it was trained for; None: the target's.
     """
 
-    def __init__(self, network: FeatureNetwork, target: Target, max_positions: int | None = None) -> None:
+    def __init__(self, network: StepNetwork, target: Target, max_positions: int | None = None) -> None:
         self.network = network
         self._info = target.info
-        self.most_positions = min(max_positions or target.info.context_length, target.info.context_length)
-        self._pending = Pending(network.pick)
-        self._num_modules = len(network.steps)
+        self.most_positions = _positions(max_positions, target)
+        self._pending = Pending(self._pick)
+        self._num_modules = network.num_steps
         self.caches: list[KVCache] = []  # one a module
         self._newest: Tensor  # [J, B, H] what each module passes on from its last committed row
         self._scored: Tensor  # [B, H] what the head reads for the token after the anchor
@@ -73,14 +104,12 @@ class FeatureModel:
         return self._info.context_length if self._num_modules == 1 else self._num_modules
 
     def reset(self, batch: int, num_nodes: int, cache: Cache) -> None:
-        shape, depth = self.network.shape, self._num_modules
+        depth = self._num_modules
         like = torch.empty(0, dtype=self._info.dtype, device=self._info.device)
         capacity = cache.capacity + max(num_nodes * depth, TOGETHER)
-        self.network.rotary.grow(capacity)
-        sizes = shape.num_kv_heads, capacity, shape.head_width
-        self.caches = [KVCache(1, batch, *sizes, like=like) for _ in range(depth)]
-        self._newest = like.new_zeros(depth, batch, shape.hidden_size)
-        self._scored = like.new_zeros(batch, shape.hidden_size)
+        self.caches = [self.network.new_cache(batch, capacity) for _ in range(depth)]
+        self._newest = like.new_zeros(depth, batch, self.network.shape.hidden_size)
+        self._scored = like.new_zeros(batch, self.network.shape.hidden_size)
         self._pending.reset(batch)
 
     def start(self, row: int, prompt: Sequence[int]) -> None:
@@ -102,6 +131,14 @@ class FeatureModel:
     def open(self, anchors: Sequence[int], active: Sequence[bool]) -> Steps:
         self._catch_up()
         return _Recycled(self) if self._num_modules == 1 else _Serial(self)
+
+    def _pick(self, features: Features) -> Tensor:
+        """What of the target's features is read.  # -> [B, R, F]"""
+        if taps := self.needs.taps:
+            return torch.cat([features.taps[layer] for layer in taps], dim=-1)
+        hidden = features.hidden_pre if self.needs.hidden_pre else features.hidden_post
+        assert hidden is not None, "the target gave no hidden states"
+        return hidden
 
     def _catch_up(self) -> None:
         """Run everything observed since the last round, with true features."""
@@ -154,13 +191,47 @@ def feature_drafter(
         CheckpointError: The weights do not fit the options or the target.
         GraphError: The options do not fit k, each other or the target.
     """
+    onnx = context.takes_onnx(config.runtime)
+    options, network, head = _open(config, context, read_network, packed=not onnx)
+    runs: StepNetwork = network
+    if onnx:
+        from specflow.draft.onnx_feature import FeatureGraphs, OnnxFeatureNetwork
+
+        found = FeatureGraphs(network, _positions(options.max_positions, context.target)).find(options, context)
+        del runs, network  # the layers have been written; ONNX Runtime maps them from there
+        runs = OnnxFeatureNetwork(found, context.target, context.threads)
+    return make_drafter(options, FeatureModel(runs, context.target, options.max_positions), context, head)
+
+
+def feature_graphs(
+    config: F, context: SourceContext, read_network: Callable[[F, WeightReader, Target], NetworkParts]
+) -> FeatureGraphs:
+    """A source's network as something that can be written as ONNX graphs; see `feature_drafter`."""
+    from specflow.draft.onnx_feature import FeatureGraphs
+
+    options, network, _ = _open(config, context, read_network, packed=False)
+    return FeatureGraphs(network, _positions(options.max_positions, context.target))
+
+
+def _open(
+    config: F,
+    context: SourceContext,
+    read_network: Callable[[F, WeightReader, Target], NetworkParts],
+    packed: bool,
+) -> tuple[F, FeatureNetwork, ConfidenceHead | None]:
+    """The options with what the checkpoint says filled in, the layers, and the confidence head."""
     target, options = context.target, read_options(config, config.weights)
-    reader = open_weights(options.weights, options.seed, target, options.offset_norms)
-    parts = read_network(options, reader, target)
-    model = FeatureModel(complete(parts, reader, target), target, options.max_positions)
-    head = confidence_of(options, reader, parts.shape.hidden_size, min(context.k, model.most_depth))
+    reader = open_weights(options.weights, options.seed, target, options.offset_norms, packed)
+    network = complete(read_network(options, reader, target), reader, target)
+    deepest = network.num_steps if network.num_steps > 1 else context.k
+    head = confidence_of(options, reader, network.shape.hidden_size, min(context.k, deepest))
     reader.close()
-    return make_drafter(options, model, context, head)
+    return options, network, head
+
+
+def _positions(most: int | None, target: Target) -> int:
+    """Positions that may be drafted at, with a network trained for so many; None: for the target's."""
+    return min(most or target.info.context_length, target.info.context_length)
 
 
 def complete(parts: NetworkParts, reader: WeightReader, target: Target) -> FeatureNetwork:
@@ -248,7 +319,7 @@ class _Serial:
         self.hidden = scored if frontier is not None else scored.squeeze(1)
         return self._network.score(scored)
 
-    def _rows(self, hidden: Tensor) -> tuple[Pairs, Cache, Tensor]:
+    def _rows(self, hidden: Tensor) -> tuple[Pairs, KVCache, Tensor]:
         """The level's rows, path by path, their cache, and which of them see each other.  # [B, R, j, H]"""
         _, rows, depth, _ = hidden.shape
         device = hidden.device

@@ -73,21 +73,23 @@ class ExitAdapter:
     """
 
     def __init__(self, down: Linear, up: Linear) -> None:
-        self._down, self._up = down, up
+        self.down, self.up = down, up
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """# [B, R, H] -> [B, R, H]"""
-        change: Tensor = self._up(self._down(hidden.reshape(-1, hidden.shape[-1])))
+        change: Tensor = self.up(self.down(hidden.reshape(-1, hidden.shape[-1])))
         return hidden + change.view(hidden.shape)
 
 
-def open_adapter(weights: str | None, seed: int, rank: int, target: Target) -> ExitAdapter:
+def open_adapter(weights: str | None, seed: int, rank: int, target: Target, packed: bool = True) -> ExitAdapter:
     """The adapter of a checkpoint (tensors adapter.down.weight and adapter.up.weight), or a random one.
+
+    Layers that will be written as graphs must not be packed.
 
     Raises:
         CheckpointError: A tensor is missing, left over or has the wrong shape.
     """
-    reader, width = open_weights(weights, seed, target), target.info.hidden_size
+    reader, width = open_weights(weights, seed, target, packed=packed), target.info.hidden_size
     down = reader.linear("adapter.down", rank, width, bias=False)
     up = reader.linear("adapter.up", width, rank, bias=False)
     reader.close()

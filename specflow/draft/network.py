@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from specflow.draft.drawing import Chooser
@@ -55,6 +55,10 @@ class NetworkDrafter:
     def select(self, rows: Sequence[int]) -> None:
         self._model.select(rows)
         self._chooser.select(rows)
+
+    def watch(self, wrap: Callable[[StepModel], StepModel]) -> None:
+        """Put something around the network that sees what it says."""
+        self._model = wrap(self._model)
 
     def _limits(self, budget: DraftBudget) -> list[int]:
         """Deepest draft position of each row: its budget, within what the network was made for.  # [B]"""

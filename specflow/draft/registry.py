@@ -50,8 +50,8 @@ class SourceInfo:
         confidence_from: The most that the confidence of a node depends on with any options, as in `DraftBlock`; None
             where it has none.
         remembers: Name of a yes-or-no option with which drafts depend on earlier requests; None where none has that.
-        graphs: Makes the network that can be written as ONNX graphs, from the same arguments as `build`; None where there
-            is no network.
+        graphs: Makes the network that can be written as ONNX graphs, from the arguments of `build`; None where there is
+            no network.
         methods: Preset name (`draft.method`) -> options it stands for; without any, the source's name is the preset.
     """
 

@@ -99,13 +99,13 @@ def quantize(weight: Floats, form: QuantForm) -> BlockWeights:
     # With every weight below 1 neither differences overflow nor steps vanish; powers of two change no bit.
     exponent = int(np.frexp(np.abs(weight).max())[1])
     slabs = [_quantize_slab(np.ldexp(slab, -exponent), form) for slab in _slabs(weight)]
-    quants, steps, floors = (np.concatenate(parts) for parts in zip(*slabs, strict=True))
+    quants, steps, zeros = (np.concatenate(parts) for parts in zip(*slabs, strict=True))
     zero_points = offset = None
     if form.form == "zero_point":
-        zero_points = floors.astype(np.uint8)
+        zero_points = zeros.astype(np.uint8)
         zero_points = (_pack(zero_points) if form.bits == 4 else zero_points).reshape(-1)
     elif form.form == "minimum":
-        offset = np.ascontiguousarray(np.ldexp(floors + form.middle * steps, exponent).T)
+        offset = np.ascontiguousarray(np.ldexp(zeros, exponent).T)
     return BlockWeights(
         quants=_pack(quants) if form.bits == 4 else quants,
         scales=np.ldexp(steps, exponent).reshape(-1),
@@ -135,9 +135,9 @@ def dequantize(weights: BlockWeights) -> Floats:
 
 
 def _quantize_slab(weight: Floats, form: QuantForm) -> tuple[Bytes, Floats, Floats]:
-    """Levels [out, blocks, block_size], steps and floors [out, blocks] of weights below 1.
+    """Levels [out, blocks, block_size], steps and zeros [out, blocks] of weights below 1.
 
-    A floor is a block's zero point, or its smallest weight in the form "minimum".
+    A zero is a block's zero point; in the form "minimum", what the level in the middle stands for.
     """
     blocks = _blocks(weight.shape[1], form.block_size)
     spare = blocks * form.block_size - weight.shape[1]
@@ -145,17 +145,21 @@ def _quantize_slab(weight: Floats, form: QuantForm) -> tuple[Bytes, Floats, Floa
     block = np.pad(weight, ((0, 0), (0, spare)), mode="edge").reshape(weight.shape[0], blocks, form.block_size)
     if form.form == "symmetric":
         step = np.abs(block).max(axis=-1) / np.float32(form.middle - 1)
-        floor = np.full_like(step, form.middle)
+        zero = np.full_like(step, form.middle)
         levels = _steps(block, step) + form.middle
     elif form.form == "zero_point":
         low, high = np.minimum(block.min(axis=-1), 0), np.maximum(block.max(axis=-1), 0)
         step = (high - low) / np.float32(form.top)
-        floor = _steps(-low[..., None], step)[..., 0]
-        levels = _steps(block, step) + floor[..., None]
+        zero = _steps(-low[..., None], step)[..., 0]
+        levels = _steps(block, step) + zero[..., None]
     else:
-        step, floor = _grid(block, form.top)
-        levels = _steps(block - floor[..., None], step)
-    return np.clip(levels, 0, form.top).astype(np.uint8), step, floor
+        step, low = _grid(block, form.top)
+        above = _steps(block - low[..., None], step)
+        # Few levels lie around the middle one, so that the offset is no larger than the weights.
+        half = np.ceil(above.max(axis=-1) / 2)
+        zero = low + half * step
+        levels = above + (form.middle - half)[..., None]
+    return np.clip(levels, 0, form.top).astype(np.uint8), step, zero
 
 
 def _grid(block: Floats, top: int) -> tuple[Floats, Floats]:

@@ -81,6 +81,7 @@ class OnnxSession:
         self._session = _open(path, place)
         self.inputs = {value.name: _value(value, path) for value in self._session.get_inputs()}
         self.outputs = {value.name: _value(value, path) for value in self._session.get_outputs()}
+        self._plain = [name for name in self.inputs if not name.startswith("past_")]
         self._bindings: dict[tuple[Any, ...], Any] = {}
 
     @property
@@ -120,19 +121,17 @@ class OnnxSession:
         for name, tensor in feeds.items():
             value = self.inputs.get(name)
             if value is None:
-                raise self._fault(f"there is no input {name!r}", f"one of {', '.join(self._plain_inputs())}")
+                raise self._fault(f"there is no input {name!r}", f"one of {', '.join(self._plain)}")
             if tensor.dtype != value.dtype or tensor.dim() != len(value.shape):
                 found = f"input {name!r} is {tensor.dtype} {list(tensor.shape)}"
                 raise self._fault(found, f"{value.dtype} [{', '.join(map(str, value.shape))}]")
             assert tensor.is_contiguous(), name
             assert tensor.device.type == self.device.type, name
-        if missing := [name for name in self._plain_inputs() if name not in feeds]:
-            raise self._fault(f"input {missing[0]!r} is missing", f"all of {', '.join(self._plain_inputs())}")
+        if len(feeds) < len(self._plain):
+            missing = [name for name in self._plain if name not in feeds]
+            raise self._fault(f"input {missing[0]!r} is missing", f"all of {', '.join(self._plain)}")
         if unknown := [name for name in wanted if name not in self.outputs]:
             raise self._fault(f"there is no output {unknown[0]!r}", f"one of {', '.join(self.outputs)}")
-
-    def _plain_inputs(self) -> list[str]:
-        return [name for name in self.inputs if not name.startswith("past_")]
 
     def _binding(self, wanted: tuple[str, ...], slots: Slots | None) -> Any:
         """A binding with the slots in place; the latest few are kept, for passes over the same cache."""

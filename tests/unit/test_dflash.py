@@ -149,12 +149,12 @@ def test_a_longer_context_is_seen_without_a_window() -> None:
 def test_a_slot_predicts_its_own_position_or_the_next(layout: str, slots: int) -> None:
     """With branches that add nothing, a slot says what its own input row says: known token by token."""
     net = network(K, layout=layout)
-    for layer in net.layers:
+    for layer in net.layers.layers:
         for linear in (layer.out, layer.down):
             linear.weight.data.zero_()
     stage = Stage(net, [0])
     stage.commit([4])
-    anchor, mask = (TARGET.score(net.norm(TARGET.embed(torch.tensor([[token]]))))[0, 0] for token in (9, VOCAB - 1))
+    anchor, mask = (TARGET.score(net.layers.norm(TARGET.embed(torch.tensor([[token]]))))[0, 0] for token in (9, VOCAB - 1))
     got = stage.draft([9])[0]
     rows = [mask] * K if layout == "fill_in" else [anchor, *[mask] * (K - 1)]
     torch.testing.assert_close(got, torch.stack(rows))
@@ -163,7 +163,7 @@ def test_a_slot_predicts_its_own_position_or_the_next(layout: str, slots: int) -
 
 
 def test_repeated_blocks_have_parameters_of_their_own() -> None:
-    layers = network(K, num_layers=3).layers
+    layers = network(K, num_layers=3).layers.layers
     weights = [layer.qkv.weight for layer in layers]
     assert len({weight.data_ptr() for weight in weights}) == 3
     assert not torch.equal(weights[0], weights[1])

@@ -19,7 +19,7 @@ import pytest
 import torch
 from made_gguf import copying, flip, made_store, truncate
 
-from specflow import files
+from specflow import files, sealed
 from specflow.errors import ModelError
 from specflow.target import store, wheel
 from specflow.target.load import read_tensors
@@ -113,7 +113,7 @@ def test_a_touched_file_is_hashed_before_it_is_used(
     weights = models.ensure("tiny").directory / "model.safetensors"
     sound = weights.read_bytes()
     hashed: list[str] = []
-    monkeypatch.setattr(store, "file_sha256", lambda path: hashed.append(path.name) or files.file_sha256(path))
+    monkeypatch.setattr(sealed, "file_sha256", lambda path: hashed.append(path.name) or files.file_sha256(path))
     models.ensure("tiny")
     assert hashed == []
     os.utime(weights, (1, 1))
@@ -168,7 +168,7 @@ def test_verify_notes_when_it_was(
 ) -> None:
     models = made_store(made_wheel, model_cache)
     models.ensure("tiny")
-    monkeypatch.setattr(store, "_now", lambda: "2031-01-01T00:00:00+00:00")
+    monkeypatch.setattr(sealed, "_now", lambda: "2031-01-01T00:00:00+00:00")
     models.verify("tiny")
     assert models.cached()[0].verified == "2031-01-01T00:00:00+00:00"
 

@@ -26,7 +26,15 @@ from specflow.draft.nn.linear import Linear, over_rows
 if TYPE_CHECKING:
     from specflow.draft.nn.weights import WeightReader
 
-__all__ = ["CorrectorShape", "GatedCorrector", "MarkovCorrector", "RNNCorrector", "TableCorrector", "read_corrector"]
+__all__ = [
+    "CorrectorShape",
+    "GatedCorrector",
+    "MarkovCorrector",
+    "RNNCorrector",
+    "TableCorrector",
+    "look_up",
+    "read_corrector",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class TableCorrector(nn.Module, ABC):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """W1 of target ids; PAD gives any row.  # [...] -> [..., r]"""
-        return F.embedding(tokens.clamp_min(0), self.table)
+        return look_up(self.table, tokens)
 
     def begin(self, batch: int) -> Tensor:
         """See `Corrector.begin`.  # [B, 0]"""
@@ -116,6 +124,11 @@ class RNNCorrector(TableCorrector):
         gate, candidate, output = over_rows(self.joint, seen).chunk(3, dim=-1)
         kept = gate.sigmoid()
         return over_rows(self.out, output.tanh()), kept * state + (1.0 - kept) * candidate.tanh()
+
+
+def look_up(table: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of a table; PAD gives any row.  # [V, r], [...] -> [..., r]"""
+    return F.embedding(tokens.clamp_min(0), table)
 
 
 def read_corrector(kind: str, reader: WeightReader, shape: CorrectorShape) -> TableCorrector:

@@ -22,12 +22,13 @@ from specflow.draft.nn.attention import KeyRooms, plan_attention
 from specflow.draft.nn.block import DecoderBlock, Pass, RMSNorm
 from specflow.draft.nn.linear import Linear
 from specflow.draft.nn.rope import RotaryTable
+from specflow.target.cache import KVCache
 
 if TYPE_CHECKING:
     from specflow.draft.base import Needs
     from specflow.law import DraftVocabulary
     from specflow.target.base import Cache, Target
-    from specflow.types import BlockShape, Features
+    from specflow.types import BlockShape
 
 __all__ = ["FeatureNetwork", "FeatureStep", "Fusion", "NetworkParts", "Pairs", "StepForm", "StepParts", "StepRows"]
 
@@ -140,18 +141,20 @@ class FeatureNetwork(nn.Module):
         self.steps = nn.ModuleList(parts.steps)
         self.fusion, self.head = parts.fusion, parts.head
         self.shape, self.needs, self.vocabulary = parts.shape, parts.needs, parts.vocabulary
-        self._embedding, self._target = parts.embedding, target
+        self.embedding, self.target = parts.embedding, target
         info = target.info
-        self.dtype = info.dtype
+        self.dtype, self.device = info.dtype, info.device
         self.rotary = RotaryTable.plain(parts.shape.rope_theta, parts.shape.head_width, info.dtype, info.device)
 
-    def pick(self, features: Features) -> Tensor:
-        """What of the target's features is read.  # -> [B, R, F]"""
-        if self.needs.taps:
-            return torch.cat([features.taps[layer] for layer in self.needs.taps], dim=-1)
-        hidden = features.hidden_pre if self.needs.hidden_pre else features.hidden_post
-        assert hidden is not None, "the target gave no hidden states"
-        return hidden
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache for one module, with room for so many positions."""
+        self.rotary.grow(capacity)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return KVCache(1, batch, self.shape.num_kv_heads, capacity, self.shape.head_width, like)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Features as the first step reads them; what a step gives the next one is never fused.
@@ -187,11 +190,11 @@ class FeatureNetwork(nn.Module):
     def score(self, scored: Tensor) -> Tensor:
         """The head.  # [B, R, H] -> [B, R, Vd]"""
         if self.head is None:
-            return self._target.score(scored)
+            return self.target.score(scored)
         logits: Tensor = self.head(scored.flatten(0, -2))
         return logits.view(*scored.shape[:-1], -1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        if self._embedding is None:
-            return self._target.embed(tokens)
-        return F.embedding(tokens.clamp_min(0), self._embedding)
+        if self.embedding is None:
+            return self.target.embed(tokens)
+        return F.embedding(tokens.clamp_min(0), self.embedding)

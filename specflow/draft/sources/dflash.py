@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specflow.draft.backbone_options import BackboneOptions
-from specflow.draft.corrected import ParallelOptions, parallel_drafter
+from specflow.draft.corrected import ParallelOptions, parallel_drafter, parallel_graphs
 from specflow.draft.registry import SourceInfo
 
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
+    from specflow.draft.onnx_parallel import ParallelGraphs
 
-__all__ = ["SOURCE", "DFlashConfig", "build"]
+__all__ = ["SOURCE", "DFlashConfig", "build", "graphs"]
 
 
 class DFlashConfig(BackboneOptions, ParallelOptions):
@@ -29,6 +30,13 @@ def build(config: DFlashConfig, context: SourceContext) -> Drafter:
     return parallel_drafter(config, context, ContextBackbone)
 
 
+def graphs(config: DFlashConfig, context: SourceContext) -> ParallelGraphs:
+    """The network as something that can be written as ONNX graphs."""
+    from specflow.draft.backbone import ContextBackbone
+
+    return parallel_graphs(config, context, ContextBackbone)
+
+
 SOURCE = SourceInfo(
     name="dflash",
     config=DFlashConfig,
@@ -39,4 +47,5 @@ SOURCE = SourceInfo(
     law="sampled",
     reads=("tokens", "features"),
     confidence_from="self",
+    graphs=graphs,
 )

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.nn.feature_step import Fusion, NetworkParts
     from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.onnx_feature import FeatureGraphs
     from specflow.target.base import Target
     from specflow.types import BlockShape
 
-__all__ = ["SOURCE", "EagleConfig", "build", "default_taps", "read_network"]
+__all__ = ["SOURCE", "EagleConfig", "build", "default_taps", "graphs", "read_network"]
 
 _OF_VARIANT_3 = ("taps", "norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "draft_vocab_size")
 
@@ -130,6 +131,13 @@ def build(config: EagleConfig, context: SourceContext) -> Drafter:
     return feature_drafter(config, context, read_network)
 
 
+def graphs(config: EagleConfig, context: SourceContext) -> FeatureGraphs:
+    """The network as something that can be written as ONNX graphs."""
+    from specflow.draft.feature_model import feature_graphs
+
+    return feature_graphs(config, context, read_network)
+
+
 SOURCE = SourceInfo(
     name="eagle",
     config=EagleConfig,
@@ -140,6 +148,7 @@ SOURCE = SourceInfo(
     law="sampled",
     reads=("tokens", "features"),
     confidence_from="self",
+    graphs=graphs,
     methods={
         "eagle": {"variant": 1, "shape": "chain"},
         "eagle2": {"variant": 1, "shape": "beam"},

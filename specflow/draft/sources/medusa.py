@@ -12,20 +12,27 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from specflow.draft.base import Needs
-from specflow.draft.corrected import ParallelOptions, parallel_drafter
+from specflow.draft.corrected import ParallelOptions, parallel_drafter, parallel_graphs
 from specflow.draft.registry import SourceInfo
 from specflow.draft.shapes import ShapeOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from torch import Tensor
 
     from specflow.draft.base import Drafter, SourceContext
+    from specflow.draft.nn.medusa import MedusaHeads
     from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.onnx_medusa import HeadGraphs
+    from specflow.draft.onnx_parallel import ParallelGraphs
     from specflow.draft.parallel import Marginals
+    from specflow.onnx.session import Place
     from specflow.target.base import Cache
     from specflow.types import Observation
 
-__all__ = ["SOURCE", "MedusaConfig", "MedusaModel", "build"]
+__all__ = ["SOURCE", "MedusaConfig", "MedusaModel", "build", "graphs"]
 
 
 class MedusaConfig(ParallelOptions):
@@ -72,8 +79,22 @@ class MedusaModel:
             draft_vocab_size=info.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target),
             own_outputs=config.own_heads,
         )
-        self.heads = read_medusa(reader, shape, self._score)
+        self.heads: MedusaHeads = read_medusa(reader, shape, self._score)
+        self._run: Callable[[Tensor], tuple[Tensor, Tensor]] = self.heads
         self._newest: list[Tensor] = []  # [H] each
+
+    def graphs(self) -> HeadGraphs:
+        """The heads as they are written into graphs."""
+        from specflow.draft.onnx_medusa import HeadGraphs
+
+        return HeadGraphs(self.heads, self._target, None if self.vocabulary is None else self.vocabulary.to_target)
+
+    def take_graphs(self, folder: Path, place: Place) -> None:
+        """Let the graphs of a folder compute them; the layers are dropped."""
+        from specflow.draft.onnx_medusa import OnnxHeads
+
+        self._run = OnnxHeads(folder, place, self._score if self.heads.outputs is None else None)
+        del self.heads
 
     def reset(self, batch: int, num_nodes: int, cache: Cache) -> None:
         self._newest = [self._nothing()] * batch
@@ -98,7 +119,7 @@ class MedusaModel:
 
         from specflow.draft.parallel import Marginals
 
-        return Marginals(*self.heads(torch.stack(self._newest)))
+        return Marginals(*self._run(torch.stack(self._newest)))
 
     def _nothing(self) -> Tensor:
         """The row of a request of which nothing was observed yet.  # [H]"""
@@ -118,6 +139,11 @@ def build(config: MedusaConfig, context: SourceContext) -> Drafter:
     return parallel_drafter(config, context, MedusaModel)
 
 
+def graphs(config: MedusaConfig, context: SourceContext) -> ParallelGraphs:
+    """The network as something that can be written as ONNX graphs."""
+    return parallel_graphs(config, context, MedusaModel)
+
+
 SOURCE = SourceInfo(
     name="medusa",
     config=MedusaConfig,
@@ -128,4 +154,5 @@ SOURCE = SourceInfo(
     law="sampled",
     reads=("features",),
     confidence_from="self",
+    graphs=graphs,
 )

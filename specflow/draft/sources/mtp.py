@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.nn.feature_step import FeatureStep, NetworkParts
     from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.onnx_feature import FeatureGraphs
     from specflow.target.base import Target
     from specflow.types import BlockShape
 
-__all__ = ["SOURCE", "MTPConfig", "build", "read_network"]
+__all__ = ["SOURCE", "MTPConfig", "build", "graphs", "read_network"]
 
 
 class MTPConfig(FeatureOptions):
@@ -98,6 +99,13 @@ def build(config: MTPConfig, context: SourceContext) -> Drafter:
     return feature_drafter(config, context, read_network)
 
 
+def graphs(config: MTPConfig, context: SourceContext) -> FeatureGraphs:
+    """The network as something that can be written as ONNX graphs."""
+    from specflow.draft.feature_model import feature_graphs
+
+    return feature_graphs(config, context, read_network)
+
+
 SOURCE = SourceInfo(
     name="mtp",
     config=MTPConfig,
@@ -108,4 +116,5 @@ SOURCE = SourceInfo(
     law="sampled",
     reads=("tokens", "features"),
     confidence_from="self",
+    graphs=graphs,
 )

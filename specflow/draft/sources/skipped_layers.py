@@ -16,8 +16,9 @@ from specflow.draft.shapes import ShapeOptions, make_drafter
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.lm_steps import Shortcut
+    from specflow.onnx.graphs import NetworkGraphs
 
-__all__ = ["SOURCE", "SkippedLayersConfig", "build"]
+__all__ = ["SOURCE", "SkippedLayersConfig", "build", "graphs"]
 
 _OF_EXITS = ("exit_layer", "adapter_rank", "weights")
 _OF_SKIPS = ("skip_attention", "skip_mlp")
@@ -74,7 +75,27 @@ def build(config: SkippedLayersConfig, context: SourceContext) -> Drafter:
     return make_drafter(config, model, context)
 
 
-def _shortcut(config: SkippedLayersConfig, context: SourceContext) -> Shortcut:
+def graphs(config: SkippedLayersConfig, context: SourceContext) -> NetworkGraphs:
+    """The layers that draft, and those above an early exit, as something that can be written as ONNX graphs.
+
+    Raises:
+        GraphError: As in `build`.
+        ModelError: Graphs do not compute the target.
+        CheckpointError: The adapter's tensors do not fit.
+    """
+    from specflow.draft.checkpoint import read_options
+    from specflow.draft.onnx_lm import SharedLayersGraphs
+    from specflow.errors import ModelError
+
+    if context.weights is None:
+        found = f"ONNX graphs do not compute the layers of {context.target.info.name}"
+        raise ModelError("draft.source", found, "a target that they compute")
+    config = read_options(config, config.weights)
+    shortcut = _shortcut(config, context, packed=False)
+    return SharedLayersGraphs(context.weights, shortcut, context.target)
+
+
+def _shortcut(config: SkippedLayersConfig, context: SourceContext, packed: bool = True) -> Shortcut:
     from specflow.draft.lm_shared import open_adapter
     from specflow.draft.lm_steps import Shortcut
     from specflow.errors import GraphError
@@ -91,7 +112,7 @@ def _shortcut(config: SkippedLayersConfig, context: SourceContext) -> Shortcut:
     if rank is None and config.weights is not None:
         hint = "set adapter_rank, here or in the checkpoint's config.json, or leave the weights out"
         raise GraphError("draft.weights", "an adapter without adapter_rank: nothing would read it", "its rank", hint)
-    adapter = None if rank is None else open_adapter(config.weights, config.seed, rank, context.target)
+    adapter = None if rank is None else open_adapter(config.weights, config.seed, rank, context.target, packed)
     return Shortcut(exit_layer=layer, adapter=adapter)
 
 
@@ -113,5 +134,6 @@ SOURCE = SourceInfo(
     offers=("logits", "confidence"),
     law="sampled",
     confidence_from="self",
+    graphs=graphs,
     methods={"layer_skip": {"leave_out": "sublayers"}, "early_exit": {"leave_out": "tail"}},
 )

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     import torch
 
     from specflow.draft.base import Drafter, SourceContext
+    from specflow.draft.onnx_lm import ModelWeights
+    from specflow.onnx.graphs import NetworkGraphs
     from specflow.target.base import Target
 
-__all__ = ["SOURCE", "SmallModelConfig", "build"]
+__all__ = ["SOURCE", "SmallModelConfig", "build", "graphs"]
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ def build(config: SmallModelConfig, context: SourceContext) -> Drafter:
     device = context.target.info.device if config.device is None else find_device(config.device, "draft.device")
     if config.model is None:
         log.warning("no draft.model: the draft model is random and accepts almost nothing; the text is exact")
-        return make_drafter(config, LanguageModel(_random_model(config, context.target, device), context), context)
+        return make_drafter(config, LanguageModel(_random_model(config, context, device), context), context)
     assert context.load_model is not None, "nobody gave a loader of models"
     model, codec = context.load_model(config.model, config.dtype, str(device))
     if context.codec is not None:
@@ -80,14 +82,50 @@ def build(config: SmallModelConfig, context: SourceContext) -> Drafter:
     return make_drafter(config, LanguageModel(model, context), context)
 
 
-def _random_model(config: SmallModelConfig, target: Target, device: torch.device) -> Target:
-    """A seeded Llama with the target's vocabulary and context."""
+def graphs(config: SmallModelConfig, context: SourceContext) -> NetworkGraphs:
+    """The draft model as something that can be written as ONNX graphs.
+
+    Raises:
+        ModelError: As in `build`, or graphs do not compute it.
+    """
+    from specflow.draft.lm_vocabulary import check_vocabularies
+    from specflow.draft.onnx_lm import LanguageModelGraphs, read_weights
+    from specflow.target.load import load_tokenizer, resolve_model
+
+    if config.model is None:
+        return LanguageModelGraphs(_random_weights(config, context.target), context.target.info.vocab_size)
+    files = resolve_model(config.model)
+    if context.codec is not None:
+        check_vocabularies(context.codec, load_tokenizer(files))
+    return LanguageModelGraphs(read_weights(files), context.target.info.vocab_size)
+
+
+def _random_model(config: SmallModelConfig, context: SourceContext, device: torch.device) -> Target:
+    """A seeded Llama with the target's vocabulary and context, run by what runs the target."""
     import torch
+
+    from specflow.draft.onnx_lm import DRAFT_MODEL, LanguageModelGraphs, graph_target
+    from specflow.onnx.graphs import Precision
+    from specflow.target.base import TargetOptions
+    from specflow.target.transformer import NativeTarget
+
+    info, weights = context.target.info, _random_weights(config, context.target)
+    own = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    options = TargetOptions("random draft model", own or info.dtype, device)
+    if not context.takes_onnx("auto") or context.graphs is None or options.dtype == torch.float64:
+        return NativeTarget(weights.config, weights.tensors, options)
+    network = LanguageModelGraphs(weights, info.vocab_size)
+    precision = Precision.named(info.weights if own is None else options.weights)
+    identity = {"random": config.model_dump(), "vocab_size": info.vocab_size, "context_length": info.context_length}
+    path = context.graphs(identity, precision, network.write) / f"{DRAFT_MODEL}.onnx"
+    return graph_target(weights, options, lambda _: path)
+
+
+def _random_weights(config: SmallModelConfig, target: Target) -> ModelWeights:
     from transformers import LlamaConfig
 
     from specflow.draft.nn.weights import SeededTensors
-    from specflow.target.base import TargetOptions
-    from specflow.target.transformer import NativeTarget
+    from specflow.draft.onnx_lm import ModelWeights
 
     info = target.info
     llama = LlamaConfig(
@@ -99,8 +137,7 @@ def _random_model(config: SmallModelConfig, target: Target, device: torch.device
         num_key_value_heads=config.heads,
         max_position_embeddings=info.context_length,
     )
-    dtype = info.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    return NativeTarget(llama, SeededTensors(config.seed), TargetOptions("random draft model", dtype, device))
+    return ModelWeights(llama, SeededTensors(config.seed))
 
 
 SOURCE = SourceInfo(
@@ -112,4 +149,5 @@ SOURCE = SourceInfo(
     offers=("logits", "confidence"),
     law="sampled",
     confidence_from="self",
+    graphs=graphs,
 )
