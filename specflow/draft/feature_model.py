@@ -209,8 +209,8 @@ def feature_graphs(
     """A source's network as something that can be written as ONNX graphs; see `feature_drafter`."""
     from specflow.draft.onnx_feature import FeatureGraphs
 
-    options, network, _ = _open(config, context, read_network, packed=False)
-    return FeatureGraphs(network, _positions(options.max_positions, context.target))
+    options, network, head = _open(config, context, read_network, packed=False)
+    return FeatureGraphs(network, _positions(options.max_positions, context.target), head)
 
 
 def _open(
