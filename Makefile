@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+PEERS := .venv-peers
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench bench-cpu lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/specflow demo
@@ -15,6 +16,11 @@ test: $(VENV)/installed-dev $(VENV)/installed-parity
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/spine.py
+
+# About 20 minutes on 2 quiet cores, and once before that 15 for the peers' environment.
+bench-cpu: $(VENV)/installed $(PEERS)/installed.json
+	$(BIN)/specflow models fetch smollm2-135m
+	$(BIN)/python benchmarks/cpu.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -34,7 +40,13 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VENV)/installed-parity: pyproject.toml requirements.lock | $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[parity]'
 	-$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
+	-$(BIN)/python -m pip install --quiet --no-deps onnxruntime-genai==0.18.0 # it asks for a second onnxruntime
 	touch $@
 
+# Engines to measure against, apart from ours, because they pin what we use; one that fails to install says why.
+$(PEERS)/installed.json: benchmarks/cpu_peers/install.py requirements.lock
+	$(PYTHON) -m venv $(PEERS)
+	$(PYTHON) benchmarks/cpu_peers/install.py $(PEERS)/bin/python requirements.lock $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)

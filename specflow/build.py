@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +24,7 @@ from specflow.recipe_sections import TargetSection
 from specflow.target.base import TargetOptions
 from specflow.target.load import load_tokenizer, resolve_model
 from specflow.target.opening import Opening, open_target
+from specflow.target.store import model_identity
 from specflow.verify import RULES
 
 if TYPE_CHECKING:
@@ -51,11 +53,26 @@ class LoadedTarget:
 
     target: Target
     codec: TextCodec
+    files: ModelFiles | None = None  # what it was loaded from; None: made in this process
+
+    def identity(self) -> str:
+        """Tells one model from another by the content of its weights."""
+        return _digest(self.target) if self.files is None else model_identity(self.files)
 
     @property
     def facts(self) -> TargetFacts:
         info = self.target.info
         return TargetFacts(num_layers=info.num_layers, vocab_size=info.vocab_size, hidden_size=info.hidden_size)
+
+
+def _digest(target: Target) -> str:
+    """Of some rows of embedding and head, which are all that drafters take over."""
+    device = target.info.device
+    rows = target.embed(torch.arange(min(target.info.vocab_size, 4096), device=device).unsqueeze(0))
+    digest = blake2b(digest_size=16)
+    for part in (rows, target.score(rows[:, :1])):
+        digest.update(part.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = None) -> Engine:
@@ -108,7 +125,7 @@ def load_target(section: TargetSection) -> LoadedTarget:
     target = open_target(Opening(files, config, options, runtime, implementation, section.trust_remote_code))
     if device.type == "cpu":
         keep_freed_memory()
-    return LoadedTarget(target, codec)
+    return LoadedTarget(target, codec, files)
 
 
 def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
@@ -172,6 +189,7 @@ def build_drafter(recipe: Recipe, loaded: LoadedTarget) -> Drafter | None:
         codec=loaded.codec,
         load_model=_load_model,
         graphs=GraphStore().find,
+        identify=loaded.identity,
         threads=torch.get_num_threads(),
     )
     if not isinstance(draft, CombinedSection):

@@ -7,7 +7,7 @@ import os
 
 import typer
 
-from specflow.cli import bench, demo, doctor, models, profile, recipes, run, schema, search, show, validate
+from specflow.cli import bench, demo, doctor, export, models, profile, recipes, run, schema, search, show, validate
 
 __all__ = ["app"]
 
@@ -43,3 +43,4 @@ app.command("schema")(schema.schema)
 app.command("recipes")(recipes.recipes)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
+app.add_typer(export.app, name="export")

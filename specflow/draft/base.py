@@ -39,6 +39,7 @@ class SourceContext:
     codec: TextCodec | None = None  # the target's, to compare vocabularies with
     load_model: ModelLoader | None = None
     graphs: GraphFinder | None = None  # where ONNX graphs of networks are kept; None: nowhere, torch runs them
+    identify: Callable[[], str] = str  # tells the target from others by content, for graphs that hold parts of it
     threads: int | None = None  # of ONNX Runtime on a CPU
     weights: ModelWeights | None = None  # the target's, for networks that are a part of it and are written as graphs
 

@@ -164,7 +164,7 @@ class FeatureGraphs:
         identity = {
             "network": options.model_dump(exclude=set(_NOT_IN_GRAPHS)),
             "weights": weights_identity(options.weights, options.seed),
-            "target": (info.name, info.vocab_size, info.hidden_size, info.num_layers, info.weights),
+            "target": (context.identify(), info.weights),
             "positions": self._num_positions,
         }
         folder = context.graphs(identity, _precision(network.dtype), self.write)

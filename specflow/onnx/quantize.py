@@ -4,7 +4,8 @@ A block is a run of weights of one output that share a step (the scale). Three f
 
     symmetric   nothing: the middle of the range stands for 0. Exact for weights from GGUF's Q8_0.
     zero_point  the level that stands for 0. The finest for weights in general at 8 bits.
-    minimum     the smallest weight as a float. Exact for weights from GGUF's Q4_1, where a zero point of 4 bits is not:
+    minimum     a float that is added to all its weights. Exact for weights from GGUF's Q4_1, where a zero point of
+                4 bits is not:
 
         y = MatMulNBits(x, quants, scales) + block_sums(x) @ offset,    block_sums(x) = x @ membership
 
@@ -87,7 +88,7 @@ class BlockWeights:
     def membership(self) -> Floats:
         """Matrix whose product with rows is the sum of every block.  # [in, blocks]
 
-        One product of zeros and ones runs faster than a reshape and a sum, and takes a partly filled block.
+        One product of zeros and ones instead of a reshape and a sum: it takes a partly filled block as well.
         """
         return np.repeat(np.eye(self.blocks, dtype=np.float32), self.block_size, axis=0)[: self.in_width]
 

@@ -39,7 +39,7 @@ def change_config(directory: Path, **changes: Any) -> None:
 
 
 def test_auto_takes_the_native_decoder(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    target = load_target(TargetSection(model=str(directory))).target
+    target = load_target(TargetSection(model=str(directory), runtime="torch")).target
     assert target.info.runtime == "native"
     assert caplog.records == []
 
@@ -54,7 +54,7 @@ def test_auto_falls_to_the_adapter_where_native_does_not_compute_the_positions(
     with caplog.at_level(logging.WARNING, logger="specflow"):
         target = load_target(TargetSection(model=str(directory))).target
     assert (target.info.runtime, target.info.context_length) == ("transformers", 32)
-    assert [record.getMessage() for record in caplog.records if record.name == "specflow.build"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "specflow.target.opening"] == [
         f"{directory}: the native decoder does not compute rope_type 'dynamic'; transformers runs it"
     ]
     with pytest.raises(ModelError, match="native does not compute rope_type 'dynamic'"):
