@@ -136,8 +136,9 @@ def quality_csv(known: Iterable[Quality], rows: Iterable[Row]) -> str:
     """Quality of every model, with how many of its plain texts are the baseline's."""
     texts: dict[str, list[bool]] = {}
     for row in rows:
-        if row.get("drafts") is False and row.get("equals_baseline") is not None:
-            texts.setdefault(f"{row['system']} {row['dtype']}", []).append(row["equals_baseline"])
+        if row.get("drafts") is False and "error" not in row:
+            same = row["method"] == BASELINE or bool(row["equals_baseline"])
+            texts.setdefault(f"{row['system']} {row['dtype']}", []).append(same)
     lines = (
         {**asdict(item), "passes": item.passes, "equal_texts": sum(same), "compared_texts": len(same)}
         for item in known

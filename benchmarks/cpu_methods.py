@@ -38,7 +38,7 @@ OURS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Type of the weights -> settings of all recipes. The first one's plain decoding is what texts are compared with."""
 
 PEERS: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
-    ("openvino-genai", ("float32", "bfloat16", "int8"), (3, 5, 10)),
+    ("openvino-genai", ("float32", "bfloat16", "int8", "int8-float32"), (3, 5, 10)),
     ("llama.cpp", ("F32", "BF16", "Q8_0", "Q4_1"), (3, 10)),
     ("onnxruntime-genai", ("float32", "int8", "int4"), (3, 10)),
     ("transformers", ("float32", "bfloat16"), (3, 10)),

@@ -1,7 +1,8 @@
 """openvino-genai: `LLMPipeline`, and the same with prompt lookup.
 
 Two pipelines, because lookup is chosen when one is made. The cache has the type of the computation for float32 and
-bfloat16, and the default of the device for int8 weights.
+bfloat16, and the default of the device for int8 weights. With those the device computes in bfloat16 where it can, which
+is fastest; int8-float32 computes in float32, which keeps more of the model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ PROPERTIES = {
     "float32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
     "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16"},
     "int8": {},
+    "int8-float32": {"INFERENCE_PRECISION_HINT": "f32"},
 }
 NGRAM = 3  # longest match that is looked up
 

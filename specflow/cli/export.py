@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +40,7 @@ def export(
     proof_rounds: Annotated[int, typer.Option(min=0, help="rounds decoded with torch and with the graphs")] = 200,
     force: Annotated[bool, typer.Option("--force", help="let out what predicts worse than its threshold")] = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key.key=value of the recipe")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the manifest and the seconds of each step on stdout")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="manifest and seconds of each step on stdout")] = False,
 ) -> None:
     """Write a recipe's target and drafters as ONNX graphs, and prove that they compute what torch computes.
 
@@ -58,12 +59,28 @@ def export(
     with working("loading torch"):
         from specflow.export.onnx import ExportPlan, export_onnx
 
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_Once())  # the same drafter is opened several times
     plan = ExportPlan(loaded, frozenset(kept), dtype, proof_rounds, force)
     done = export_onnx(plan, output, working)
     if as_json:
         typer.echo(json.dumps({"manifest": done.manifest.model_dump(mode="json"), "seconds": done.seconds}))
     else:
         _report(done, recipe)
+
+
+class _Once(logging.Filter):
+    """Lets a message through the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self._said
+        self._said.add(message)
+        return new
 
 
 def _wanted(what: str) -> list[str]:
@@ -81,7 +98,7 @@ def _without_drafters(recipe: Recipe, wanted: list[str]) -> list[str]:
     parts = () if recipe.draft is None or recipe.draft.k == 0 else recipe.draft.parts
     for part in parts:
         if part.info.graphs is None:
-            typer.echo(f"{part.method or part.source} has no network: as a drafter there is nothing to export", err=True)
+            typer.echo(f"{part.method or part.source} has no network: there is no drafter to export", err=True)
     if not parts:
         typer.echo(f"{recipe.name} decodes plainly: there is no drafter to export", err=True)
     has_network = any(part.info.graphs is not None for part in parts)
@@ -95,7 +112,8 @@ def _report(done: Exported, recipe: str) -> None:
     console.print(_table(done))
     if (rounds := manifest.proof.rounds) is not None:
         drafted = f"{rounds.same_blocks} of {rounds.blocks} drafts and " if rounds.blocks else ""
-        ties = f", {len(rounds.near_ties)} near-ties" if rounds.near_ties else ""
+        precise = manifest.precision.name == "float32"
+        ties = f", {len(rounds.near_ties)} near-ties" if rounds.near_ties and precise else ""
         console.print(
             f"{rounds.rounds} rounds with torch and with the graphs: {drafted}{rounds.same_choices} of "
             f"{rounds.choices} tokens the same{ties}"
@@ -106,8 +124,17 @@ def _report(done: Exported, recipe: str) -> None:
             f"{quality.least_agreement:.0%}), perplexity {quality.perplexity_change:+.1%} (at most "
             f"{quality.most_perplexity_change:+.0%}){', forced' if manifest.forced else ''}"
         )
-    console.print(", ".join(f"{step} {seconds:.1f} s" for step, seconds in done.seconds.items()), style="dim")
+    console.print(_seconds(done), style="dim")
     console.print(f"next: {_next(done, recipe)}")
+
+
+def _seconds(done: Exported) -> str:
+    """What took its time, by the first word of each step."""
+    spent: dict[str, float] = {}
+    for step, seconds in done.seconds.items():
+        verb = step.partition(" ")[0]
+        spent[verb] = spent.get(verb, 0.0) + seconds
+    return ", ".join(f"{verb} {seconds:.1f} s" for verb, seconds in spent.items())
 
 
 def _table(done: Exported) -> Table:

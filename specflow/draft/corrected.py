@@ -18,20 +18,17 @@ from specflow.errors import GraphError
 
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
-    from specflow.draft.chain import ConfidenceHead
     from specflow.draft.nn.confidence import LinearConfidence
     from specflow.draft.nn.corrector import TableCorrector
     from specflow.draft.nn.weights import WeightReader
     from specflow.draft.onnx_loop import DraftHeads
     from specflow.draft.onnx_parallel import GraphedModel, ParallelGraphs
     from specflow.draft.parallel import Corrector, MarginalModel
-    from specflow.draft.steps import StepModel
 
 __all__ = [
     "ConfidenceOptions",
     "CorrectorOptions",
     "ParallelOptions",
-    "assemble",
     "confidence_of",
     "parallel_drafter",
     "parallel_graphs",
@@ -171,16 +168,6 @@ def read_heads(
     reads_tokens = options.confidence_tokens is not False
     head = confidence_of(options, reader, info.hidden_size, depth, corrector if reads_tokens else None)
     return DraftHeads(corrector, head, info.vocab_size, to_target)
-
-
-def assemble(
-    network: MarginalModel, options: CorrectorOptions, reader: WeightReader, context: SourceContext
-) -> tuple[StepModel, ConfidenceHead | None]:
-    """Steps over a network's marginals, corrected where the options say so, and the confidence head: `read_heads`."""
-    from specflow.draft.parallel import ParallelModel
-
-    heads = read_heads(network, options, reader, context)
-    return ParallelModel(network, heads.corrector), heads.confidence
 
 
 def confidence_of(

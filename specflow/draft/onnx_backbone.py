@@ -66,6 +66,9 @@ class BlockGraphs:
             block_size=self.slots,
             mask_token=self.mask_token,
             first_slot=options.first_slot,
+            window=options.window,
+            window_from_anchor=options.window_from == "anchor",
+            causal=options.causal,
             to_target=None if vocabulary is None else vocabulary.to_target,
         )
 

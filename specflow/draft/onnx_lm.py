@@ -121,7 +121,7 @@ class LanguageModelGraphs:
     """
 
     def __init__(self, weights: ModelWeights, vocab_size: int) -> None:
-        self._weights = weights
+        self.weights = weights
         arch = Architecture.of(weights.config)
         beyond = "" if arch.vocab_size <= vocab_size else f"; logits from id {vocab_size} on mean nothing"
         self.facts = DraftFacts(
@@ -134,16 +134,17 @@ class LanguageModelGraphs:
                 "once the target has decided, starts moves behind the accepted rows; slots above it are overwritten",
             ),
             num_layers=arch.num_layers,
+            window=arch.window,
         )
 
     def write(self, graphs: GraphSet) -> None:
         with graphs.graph(DRAFT_MODEL) as writer:
-            write_decoder(writer, self._weights.config, self._weights.tensors)
+            write_decoder(writer, self.weights.config, self.weights.tensors)
 
     def compare(self, folder: Path, precision: Precision, place: Place) -> Iterator[OutputError]:
-        ours = _open(self._weights, lambda _: folder / f"{DRAFT_MODEL}.onnx", precision, place)
+        ours = _open(self.weights, lambda _: folder / f"{DRAFT_MODEL}.onnx", precision, place)
         options = TargetOptions("reference", torch.float32, place.device, row_invariant=False)
-        reference = NativeTarget(self._weights.config, self._weights.tensors, options)
+        reference = NativeTarget(self.weights.config, self.weights.tensors, options)
         yield from compare_passes(ours, reference, Way(DRAFT_MODEL), random_rows(reference))
 
 
@@ -158,7 +159,8 @@ class SharedLayersGraphs:
 
     def __init__(self, weights: ModelWeights, shortcut: Shortcut, target: Target) -> None:
         self._weights, self._target, adapter = weights, target, shortcut.adapter
-        num_layers = Architecture.of(weights.config).num_layers
+        arch = Architecture.of(weights.config)
+        num_layers = arch.num_layers
         end = num_layers if shortcut.exit_layer is None else shortcut.exit_layer
         self._drafts = Way(DRAFT_LAYERS, (0, end), shortcut.skip, adapter=adapter)
         self._rest = None if end == num_layers else Way(REST_LAYERS, (end, num_layers), enters=True)
@@ -171,6 +173,7 @@ class SharedLayersGraphs:
                 *self._verification(end),
             ),
             num_layers=end,
+            window=arch.window,
             target_cache=True,
         )
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specflow.draft.corrected import ParallelOptions
     from specflow.draft.parallel import Corrector
     from specflow.onnx.writer import GraphWriter
+    from specflow.target.base import TargetInfo
 
 __all__ = ["GraphedModel", "MarginalGraphs", "ParallelGraphs", "Trial", "write_marginals"]
 
@@ -163,7 +164,7 @@ class ParallelGraphs:
         yield OutputError(name, "tokens", missed, missed, "random")
 
     def run(self, model: GraphedModel, options: ParallelOptions, context: SourceContext) -> Corrector | None:
-        """Let graphs in the target's dtype compute the model; they are written if they are not there yet.
+        """Let graphs compute the model; they are written if they are not there yet.
 
         Args:
             model: The one this was made of.
@@ -188,13 +189,23 @@ class ParallelGraphs:
             "positions": model.most_positions,
             "depth": model.most_depth,
         }
-        precision, place = Precision.named(str(info.dtype).removeprefix("torch.")), Place(info.device, context.threads)
-        folder = context.graphs(identity, precision, self.write)
+        place = Place(info.device, context.threads)
+        folder = context.graphs(identity, _precision(info), self.write)
         model.take_graphs(folder, place)
         return None if self._heads.corrector is None else OnnxCorrector(folder, place)
 
 
 _ROUNDS = ("draft", "draft_sampled")
+
+
+def _precision(info: TargetInfo) -> Precision:
+    """Of the engine's graphs: what the target computes in, with weights of 8 bits where its own are quantised.
+
+    What they lose may change what is drafted, never what is said; a corrected step at a full vocabulary is reading
+    weights and little else.
+    """
+    dtype = str(info.dtype).removeprefix("torch.")
+    return Precision.named(dtype if info.weights == dtype else "int8")
 
 
 def _along(heads: DraftHeads, trial: Trial, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -84,6 +84,9 @@ class Part(_Entry):
     target_cache: bool = Field(False, description="past rows are the target's own")
     block_size: int | None = Field(None, description="slots of a block that is filled at once")
     mask_token: int | None = Field(None, description="id in the unknown slots of a block")
+    window: int | None = Field(None, description="positions that layers with a sliding window see")
+    window_from_anchor: bool = Field(False, description="of a block: the window ends before the anchor for all slots")
+    causal: bool | None = Field(None, description="a slot of a block sees none that follow; null: where windowed")
     first_slot: int = Field(0, description="slot whose logits belong to draft position 1")
     vocab_size: int = Field(description="ids that the logits score")
     to_target: str | None = Field(None, description="npy file: target id of every draft id; null: they are the same")
@@ -131,7 +134,7 @@ class RoundsEntry(_Entry):
     same_blocks: int = Field(description="drafted blocks that are the same")
     choices: int = Field(description="tokens that the target chose")
     same_choices: int = Field(description="of them, those that are the same")
-    near_ties: tuple[str, ...] = Field(description="differences that rounding explains, with their margins")
+    near_ties: tuple[str, ...] = Field(description="differences that the tolerance explains")
 
 
 class Proof(_Entry):
@@ -166,6 +169,7 @@ class Manifest(_Entry):
     precision: PrecisionEntry
     parts: tuple[Part, ...]
     proof: Proof
+    genai: str | None = Field(None, description="folder that onnxruntime-genai loads, where a model drafts")
     quality: QualityEntry | None = Field(None, description="of precisions other than float32")
     forced: bool = Field(False, description="let out although the quality was below its threshold")
     versions: dict[str, str]

@@ -7,9 +7,10 @@ leaves nothing.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from specflow.bench.data import PromptRow, read_prompts
-from specflow.draft.onnx_lm import Way
+from specflow.draft.onnx_lm import LanguageModelGraphs, Way
 from specflow.errors import DataError, ModelError
 from specflow.export.manifest import (
     ErrorRow,
@@ -34,11 +35,13 @@ from specflow.export.manifest import (
 from specflow.export.parts import (
     TARGET,
     decides_text,
+    first_decoder,
     graph_decoder,
     open_models,
     open_networks,
     run_target,
     torch_decoder,
+    write_genai_folder,
 )
 from specflow.export.proof import (
     TOLERANCES,
@@ -49,7 +52,8 @@ from specflow.export.proof import (
     real_prompts,
     text_quality,
 )
-from specflow.export.rounds import Rounds, compare_rounds
+from specflow.export.rounds import Rounds, compare_rounds, first_block
+from specflow.export.standalone import EXAMPLE, SCRIPT, script_for, write_example
 from specflow.files import claim_directory, file_sha256
 from specflow.onnx.decoder import write_decoder
 from specflow.onnx.graphs import DraftFacts, GraphSet, Precision
@@ -69,12 +73,16 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportPlan", "Exported", "export_onnx", "without_network"]
 
+log = logging.getLogger(__name__)
+
 Step = Callable[[str], AbstractContextManager[None]]
 """Says what is being done, while it is done."""
 
 PROMPTS = Path(__file__).resolve().parents[1] / "data" / "demo.jsonl"
 _PACKAGES = ("specflow-toolkit", "torch", "onnx", "onnxruntime", "onnxruntime-gpu")
+GENAI = "genai"
 _TO_TARGET = "to_target.npy"
+_EXAMPLE_TOKENS = 32
 _TARGET_ROUND = (
     "tokens are the anchor, the last committed token, and the block behind it; positions are absolute",
     "starts is the number of committed slots of each batch row; past_key and past_value are the slots of each layer, "
@@ -171,7 +179,24 @@ class _Job:
         parts += [self._export_drafter(network) for network in self._networks]
         target = self._decoding_target()
         rounds = None if self._plan.rounds == 0 else self._prove_rounds(target)
-        return self._manifest(parts, rounds, self._judge(target))
+        quality = self._judge(target)
+        return self._manifest(parts, rounds, quality, self._write_genai())
+
+    def _write_genai(self) -> str | None:
+        """A folder for onnxruntime-genai, where a whole model drafts and the target is exported, too."""
+        drafts = [each for each in self._networks if isinstance(each.graphs, LanguageModelGraphs)]
+        if not drafts or TARGET not in self._plan.what:
+            return None
+        models, network, folder = self._models, drafts[0], self._models.folder / GENAI
+        with self._step("writing the folder for onnxruntime-genai"):
+            try:
+                write_genai_folder(models, network, folder)
+            except ModelError as error:
+                log.warning("no folder for onnxruntime-genai: %s", error.found)
+                shutil.rmtree(folder, ignore_errors=True)
+                return None
+            check_graphs(folder)
+        return folder.name
 
     def _export_target(self) -> Part:
         models, weights = self._models, self._models.target_weights
@@ -200,7 +225,23 @@ class _Job:
         with self._step(f"comparing the {name}"):
             errors = network.graphs.compare(network.folder, models.precision, models.place)
             self._note(name, check_errors(errors, self._tolerance))
-        return _part(models, network.folder, network.graphs.facts, network.section)
+        with self._step(f"drafting an example for the {name}"):
+            drafted = self._write_script(network)
+        return _part(models, network.folder, network.graphs.facts, network.section, drafted)
+
+    def _write_script(self, network: Network) -> tuple[int, ...]:
+        """Write the script and its example; what torch drafts from it. None where numpy lacks the type."""
+        models, facts, section = self._models, network.graphs.facts, network.section
+        if models.precision.floats == "bfloat16":
+            return ()
+        info = models.loaded.target.info
+        text = self._texts[0][: max(1, min(_EXAMPLE_TOKENS, info.context_length // 4))]
+        anchor, drafted = first_block(first_decoder(models, network), models.loaded.codec, text, section.k)
+        write_example(network.folder, models.loaded.target, facts, [*text, anchor])
+        graphs = [path.stem for path in network.folder.glob("*.onnx")]
+        script = script_for(graphs, facts, models.precision.floats, section.k, info.vocab_size)
+        (network.folder / SCRIPT).write_text(script, encoding="utf-8")
+        return tuple(drafted)
 
     def _note(self, folder: str, errors: Iterable[OutputError]) -> None:
         self._errors += [ErrorRow(folder=folder, **asdict(error)) for error in errors]
@@ -240,7 +281,9 @@ class _Job:
             raise ModelError(f"quality of {precision}", entry.refusal, "a model that says the same", hint)
         return entry
 
-    def _manifest(self, parts: Sequence[Part], rounds: Comparison | None, quality: QualityEntry | None) -> Manifest:
+    def _manifest(
+        self, parts: Sequence[Part], rounds: Comparison | None, quality: QualityEntry | None, genai: str | None
+    ) -> Manifest:
         models, info = self._models, self._models.loaded.target.info
         return Manifest(
             recipe=json.loads(json.dumps(recipe_data(models.recipe, full=True))),
@@ -261,6 +304,7 @@ class _Job:
                 errors=tuple(self._errors),
                 rounds=None if rounds is None else _rounds_entry(rounds),
             ),
+            genai=genai,
             quality=quality,
             forced=quality is not None and bool(quality.refusal),
             versions={name: version for name in _PACKAGES if (version := package_version(name)) is not None},
@@ -268,7 +312,9 @@ class _Job:
         )
 
 
-def _part(models: Models, folder: Path, facts: DraftFacts, section: SourceSection | None) -> Part:
+def _part(
+    models: Models, folder: Path, facts: DraftFacts, section: SourceSection | None, drafted: tuple[int, ...] = ()
+) -> Part:
     """What the manifest says of a folder of graphs."""
     import numpy as np
 
@@ -285,12 +331,14 @@ def _part(models: Models, folder: Path, facts: DraftFacts, section: SourceSectio
         files={path.name: _file_entry(path) for path in sorted(folder.iterdir())},
         vocab_size=vocab_size,
         to_target=None if facts.to_target is None else f"{folder.name}/{_TO_TARGET}",
+        example=f"{folder.name}/{EXAMPLE}" if drafted else None,
+        drafted=drafted,
         **{name: getattr(facts, name) for name in _FACTS},
         **said,
     )
 
 
-_FACTS = ("round", "taps", "hidden", "num_layers", "target_cache", "block_size", "mask_token", "first_slot")
+_FACTS = tuple(name for name in Part.model_fields if name in DraftFacts.__dataclass_fields__ and name != "to_target")
 
 
 def _options(section: SourceSection) -> dict[str, object]:

@@ -14,8 +14,9 @@ from specflow.device import find_device
 from specflow.draft.base import SourceContext
 from specflow.draft.combine import FirstOf, Merge
 from specflow.draft.combine import Part as DraftPart
-from specflow.draft.onnx_lm import DRAFT_MODEL, ModelWeights, graph_target, read_weights
+from specflow.draft.onnx_lm import DRAFT_MODEL, LanguageModelGraphs, ModelWeights, graph_target, read_weights
 from specflow.errors import ModelError
+from specflow.export.genai import MOST_DRAFT_TOKENS, GenaiDraft, GenaiModel, GenaiText, write_genai
 from specflow.export.rounds import Decoder
 from specflow.onnx.decoder import DecoderPart, head_weight, write_decoder, write_head
 from specflow.onnx.graphs import GraphSet
@@ -47,6 +48,7 @@ __all__ = [
     "open_networks",
     "run_target",
     "torch_decoder",
+    "write_genai_folder",
 ]
 
 TARGET = "target"
@@ -119,12 +121,15 @@ def open_models(recipe: Recipe, precision: Precision, folder: Path, scratch: Pat
     """Load the target in torch.
 
     Raises:
-        ModelError: It cannot be found or run here.
+        ModelError: It cannot be found or run here, or graphs in this precision cannot.
         CheckpointError: Its files are damaged.
     """
     section, device = recipe.target, find_device(recipe.target.device, "target.device")
     if device.type == "cuda" and "CUDAExecutionProvider" not in choose_providers(device):
         device = torch.device("cpu")
+    if precision.floats == "bfloat16" and device.type == "cpu":
+        found = "ONNX Runtime has no bfloat16 on CPUs, so nothing could be proven"
+        raise ModelError("dtype", found, "float32, float16, int8 or int4", "bfloat16 is for CUDA devices")
     asked = {"dtype": "float32", "device": str(device), "runtime": "torch", "row_invariant": False}
     loaded = load_target(section.model_copy(update=asked))
     files = resolve_model(section.model, section.revision, section.trust_remote_code)
@@ -193,6 +198,24 @@ def run_target(models: Models, networks: Sequence[Network]) -> OnnxTarget:
         weights,
         TargetOptions(info.name, precision.dtype, models.place.device, info.stop_ids, False, quantized),
         find,
+    )
+
+
+def write_genai_folder(models: Models, network: Network, folder: Path) -> None:
+    """Target and draft model as onnxruntime-genai loads them.
+
+    Raises:
+        ModelError: It would not run them.
+    """
+    weights, info = models.target_weights, models.loaded.target.info
+    assert isinstance(network.graphs, LanguageModelGraphs)
+    draft = network.graphs.weights
+    write_genai(
+        folder,
+        GenaiModel(info.name, weights.config, weights.tensors),
+        GenaiText(models.files.directory, info.stop_ids),
+        models.precision,
+        GenaiDraft(GenaiModel("draft model", draft.config, draft.tensors), min(network.section.k, MOST_DRAFT_TOKENS)),
     )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specflow.text import TextCodec
     from specflow.types import DraftBlock, DraftBudget, Entry, TargetOutput
 
-__all__ = ["Comparison", "Decoder", "Rounds", "compare_rounds"]
+__all__ = ["Comparison", "Decoder", "Rounds", "compare_rounds", "first_block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +230,25 @@ def compare_rounds(reference: Decoder, graphs: Decoder, codec: TextCodec, rounds
         if most > 0:
             _decode(found, pair, prompt, replace(rounds, most=most), f"prompt {number + 1}")
     return found
+
+
+def first_block(decoder: Decoder, codec: TextCodec, prompt: Sequence[int], k: int) -> tuple[int, list[int]]:
+    """What greedy decoding says first, and what is drafted behind it.
+
+    Args:
+        decoder: Drafts chains.
+        codec: The target's.
+        prompt: Token ids.
+        k: Draft tokens.
+    """
+    seen = _Seen()
+    sampling = Sampling(max_new_tokens=k + 2, ignore_eos=True, seed=0)
+    events = _engine(decoder, codec, _Leader(seen), seen, k).events([prompt], sampling)
+    next(events)
+    assert seen.logits is not None
+    said = int(lowest_argmax(seen.logits[0, -1:]))
+    next(events)
+    return said, [token for token, _ in _nodes(seen.block)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,9 @@ class DraftFacts:
     block_size: int | None = None  # slots of a block that is filled at once
     mask_token: int | None = None
     first_slot: int = 0  # of a block, whose logits belong to draft position 1
+    window: int | None = None  # positions that layers with a sliding window see
+    window_from_anchor: bool = False  # of a block: the window ends before the anchor for all slots
+    causal: bool | None = None  # whether a slot of a block sees none that follow; None: where there is a window
     target_cache: bool = False  # past rows are the target's own, and stand in its slots
     to_target: Tensor | None = None  # [Vd] target id of every draft id; None: they are the same
 

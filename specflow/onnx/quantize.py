@@ -59,11 +59,11 @@ class QuantForm:
 
 FORMS: Mapping[str, Mapping[str, QuantForm]] = MappingProxyType(
     {
-        "int8": MappingProxyType({"head": QuantForm(8, 64, "zero_point"), "body": QuantForm(8, 64, "zero_point")}),
+        "int8": MappingProxyType({"head": QuantForm(8, 32, "symmetric"), "body": QuantForm(8, 64, "zero_point")}),
         "int4": MappingProxyType({"head": QuantForm(8, 32, "symmetric"), "body": QuantForm(4, 32, "minimum")}),
     }
 )
-"""dtype -> kind of linear layer -> form. A head in 4 bits alone changes 6 tokens of 100."""
+"""dtype -> kind of linear layer -> form. Heads keep 8 bits: their errors reach the logits undamped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from tiny import VOCAB
 from specflow.draft.backbone import ContextBackbone
 from specflow.draft.base import SourceContext
 from specflow.draft.checkpoint import open_weights
-from specflow.draft.corrected import assemble
+from specflow.draft.corrected import read_heads
+from specflow.draft.parallel import ParallelModel
 from specflow.draft.sources.dspark import DSparkConfig
 
 Foreign = Callable[[str], ModuleType]
@@ -66,7 +67,8 @@ def test_speculators_corrects_and_trusts_alike(
     context = SourceContext(TARGET, BLOCK, "parallel+corrector", "greedy", confidence=True)
     reader = open_weights(options.weights, 0, TARGET)
     network = ContextBackbone(options, reader, context)
-    steps_model, head = assemble(network, options, reader, context)
+    heads = read_heads(network, options, reader, context)
+    steps_model, head = ParallelModel(network, heads.corrector), heads.confidence
     reader.close()
     assert head is not None
 

@@ -11,10 +11,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from specflow.draft.base import SourceContext
-from specflow.draft.corrected import ConfidenceOptions, CorrectorOptions, assemble, confidence_of
+from specflow.draft.corrected import ConfidenceOptions, CorrectorOptions, confidence_of, read_heads
 from specflow.draft.nn.confidence import LinearConfidence, read_confidence
 from specflow.draft.nn.corrector import RNNCorrector
 from specflow.draft.nn.weights import SeededTensors, WeightReader
+from specflow.draft.parallel import ParallelModel
 from specflow.errors import CheckpointError, GraphError
 from specflow.law import DraftVocabulary
 
@@ -92,7 +93,9 @@ def context(dependency: str, k: int = 4) -> SourceContext:
 
 def put_together(dependency: str, vocabulary: DraftVocabulary | None = None, k: int = 4, **options: object) -> tuple:  # type: ignore[type-arg]
     random = WeightReader(SeededTensors(0), "random", LIKE)
-    return assemble(Network(vocabulary), CorrectorOptions(**options), random, context(dependency, k))  # type: ignore[arg-type]
+    network = Network(vocabulary)
+    heads = read_heads(network, CorrectorOptions(**options), random, context(dependency, k))  # type: ignore[arg-type]
+    return ParallelModel(network, heads.corrector), heads.confidence  # type: ignore[arg-type]
 
 
 def test_options_build_corrector_and_head() -> None:

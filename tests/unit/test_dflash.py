@@ -154,7 +154,9 @@ def test_a_slot_predicts_its_own_position_or_the_next(layout: str, slots: int) -
             linear.weight.data.zero_()
     stage = Stage(net, [0])
     stage.commit([4])
-    anchor, mask = (TARGET.score(net.layers.norm(TARGET.embed(torch.tensor([[token]]))))[0, 0] for token in (9, VOCAB - 1))
+    anchor, mask = (
+        TARGET.score(net.layers.norm(TARGET.embed(torch.tensor([[token]]))))[0, 0] for token in (9, VOCAB - 1)
+    )
     got = stage.draft([9])[0]
     rows = [mask] * K if layout == "fill_in" else [anchor, *[mask] * (K - 1)]
     torch.testing.assert_close(got, torch.stack(rows))

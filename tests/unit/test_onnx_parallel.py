@@ -7,6 +7,7 @@ import logging
 import random
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -350,6 +351,23 @@ def test_layers_are_dropped_for_their_graphs(tmp_path: Path) -> None:
     model.take_graphs(tmp_path, CPU)
     gc.collect()
     assert layers() is None
+
+
+@pytest.mark.parametrize("name", ["medusa-gated", "dspark-rnn"])
+def test_beside_a_quantised_target_weights_have_8_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TARGET, "info", replace(INFO, weights="int4"))
+    plain = propose(drafter(CASES[name], runtime="torch", confidence=True))
+    block = propose(drafter(CASES[name], runtime="onnx", confidence=True, graphs=graph_home(tmp_path), threads=1))
+    (folder,) = (tmp_path / "graphs" / "onnx").iterdir()
+    corrector = onnx.load(folder / "corrector.onnx", load_external_data=False)
+    kinds = [node.op_type for node in corrector.graph.node]
+    assert "MatMulNBits" in kinds
+    assert "MatMul" not in kinds
+    assert plain.confidence is not None
+    assert block.confidence is not None
+    torch.testing.assert_close(block.confidence[:, 0], plain.confidence[:, 0], atol=0.05, rtol=0.05)
 
 
 def test_graphs_need_a_place() -> None:
