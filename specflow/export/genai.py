@@ -21,7 +21,7 @@ import torch
 
 from specflow.draft.nn.linear import Linear
 from specflow.draft.nn.rope import RotaryTable
-from specflow.draft.nn.weights import BlockForm, WeightReader
+from specflow.draft.nn.weights import BlockForm, SeededTensors, WeightReader
 from specflow.errors import ModelError
 from specflow.onnx.graphs import GraphSet
 from specflow.onnx.layers import Stream, add_norm, feed, linear, norm
@@ -68,7 +68,7 @@ class GenaiModel:
 
     name: str
     config: PretrainedConfig
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor] | SeededTensors
 
 
 @dataclass(frozen=True, slots=True)

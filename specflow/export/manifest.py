@@ -235,4 +235,5 @@ def _values(values: Iterable[ValueInfoProto]) -> tuple[ValueEntry, ...]:
 def _dtype(number: int) -> str:
     from onnx import TensorProto
 
-    return "float32" if number == TensorProto.FLOAT else TensorProto.DataType.Name(number).lower()
+    names: dict[int, str] = {TensorProto.FLOAT: "float32", TensorProto.DOUBLE: "float64"}
+    return names.get(number) or TensorProto.DataType.Name(number).lower()
