@@ -101,7 +101,15 @@ def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = Non
         drafter=build_drafter(recipe, loaded),
     )
     runtime = recipe.runtime
-    return Engine(parts, EngineSettings(runtime.batch, runtime.context, runtime.prefill_chunk))
+    threads = _torch_threads(recipe, loaded)
+    return Engine(parts, EngineSettings(runtime.batch, runtime.context, runtime.prefill_chunk, threads))
+
+
+def _torch_threads(recipe: Recipe, loaded: LoadedTarget) -> int | None:
+    """One, where ONNX Runtime computes all networks: of torch there is only what follows a pass."""
+    parts = recipe.draft.parts if recipe.draft is not None else ()
+    in_torch = any(getattr(part, "runtime", "auto") == "torch" for part in parts)
+    return 1 if loaded.target.info.runtime == "onnx" and not in_torch else None
 
 
 def load_target(section: TargetSection) -> LoadedTarget:

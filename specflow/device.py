@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 from specflow.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["asking_is_free", "find_device"]
+__all__ = ["asking_is_free", "find_device", "with_threads"]
+
+T = TypeVar("T")
 
 
 def find_device(name: str, where: str) -> torch.device:
@@ -40,3 +43,27 @@ def asking_is_free(device: torch.device) -> bool:
     the answer would cost a synchronisation: nodes are masked there, and shapes stay as they are.
     """
     return device.type == "cpu"
+
+
+def with_threads(count: int | None, steps: Iterator[T]) -> Iterator[T]:
+    """Take steps with so many CPU threads of torch, and leave as many as there were to what lies between them.
+
+    A thread of torch that waits for work keeps a core busy for a while, at the cost of whatever computes next.
+
+    Args:
+        count: None changes nothing.
+        steps: Of a loop.
+    """
+    import torch
+
+    while True:
+        before = torch.get_num_threads()
+        if count is not None:
+            torch.set_num_threads(count)
+        try:
+            step = next(steps)
+        except StopIteration:
+            return
+        finally:
+            torch.set_num_threads(before)
+        yield step

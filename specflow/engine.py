@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specflow.device import with_threads
 from specflow.draft.base import Needs
 from specflow.errors import RequestError
 from specflow.handover import Prompt, empty_block, features_of, prefill, score_block
@@ -53,6 +54,7 @@ class EngineSettings:
     batch: int = 1
     context: int | None = None  # None: what the target was made for
     prefill_chunk: int = 512
+    torch_threads: int | None = None  # while decoding, where another runtime has the CPU; None leaves them alone
 
 
 class Engine:
@@ -110,7 +112,7 @@ class Engine:
 
     def events(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Iterator[Event]:
         """Decode prompts, yielding progress as it happens: text as it becomes final, requests as they finish."""
-        return self._decode(make_requests(prompts, sampling))
+        return with_threads(self.settings.torch_threads, self._decode(make_requests(prompts, sampling)))
 
     def _decode(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Fill the batch, run rounds; finished requests leave it and waiting ones take their rows."""
