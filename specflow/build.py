@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from specflow.text import TextCodec
     from specflow.verify import Rule
 
-__all__ = ["LoadedTarget", "build_drafter", "build_engine", "build_rule", "load_target"]
+__all__ = ["LoadedTarget", "build_drafter", "build_engine", "build_rule", "load_target", "threads_beside"]
 
 log = logging.getLogger(__name__)
 
@@ -99,14 +99,14 @@ def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = Non
         rule=rule,
         length=length,
         drafter=build_drafter(recipe, loaded),
+        torch_threads=threads_beside(recipe, loaded),
     )
     runtime = recipe.runtime
-    threads = _torch_threads(recipe, loaded)
-    return Engine(parts, EngineSettings(runtime.batch, runtime.context, runtime.prefill_chunk, threads))
+    return Engine(parts, EngineSettings(runtime.batch, runtime.context, runtime.prefill_chunk))
 
 
-def _torch_threads(recipe: Recipe, loaded: LoadedTarget) -> int | None:
-    """One, where ONNX Runtime computes all networks: of torch there is only what follows a pass."""
+def threads_beside(recipe: Recipe, loaded: LoadedTarget) -> int | None:
+    """Threads of torch while decoding: one, where ONNX Runtime computes all networks; None leaves them alone."""
     parts = recipe.draft.parts if recipe.draft is not None else ()
     in_torch = any(getattr(part, "runtime", "auto") == "torch" for part in parts)
     return 1 if loaded.target.info.runtime == "onnx" and not in_torch else None

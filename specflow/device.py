@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from specflow.errors import ModelError
@@ -10,7 +11,7 @@ from specflow.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["asking_is_free", "find_device", "with_threads"]
+__all__ = ["asking_is_free", "find_device", "torch_threads", "with_threads"]
 
 T = TypeVar("T")
 
@@ -45,25 +46,29 @@ def asking_is_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def with_threads(count: int | None, steps: Iterator[T]) -> Iterator[T]:
-    """Take steps with so many CPU threads of torch, and leave as many as there were to what lies between them.
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """So many CPU threads of torch for a while; None changes nothing.
 
     A thread of torch that waits for work keeps a core busy for a while, at the cost of whatever computes next.
-
-    Args:
-        count: None changes nothing.
-        steps: Of a loop.
     """
     import torch
 
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def with_threads(count: int | None, steps: Iterator[T]) -> Iterator[T]:
+    """Take steps of a loop with so many threads, and leave as many as there were to what lies between them."""
     while True:
-        before = torch.get_num_threads()
-        if count is not None:
-            torch.set_num_threads(count)
-        try:
-            step = next(steps)
-        except StopIteration:
-            return
-        finally:
-            torch.set_num_threads(before)
+        with torch_threads(count):
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
         yield step

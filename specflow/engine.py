@@ -45,6 +45,7 @@ class EngineParts:
     rule: Rule
     length: LengthPolicy
     drafter: Drafter | None = None  # None: every round is a plain step
+    torch_threads: int | None = None  # while decoding, where another runtime has the CPU; None leaves them alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,6 @@ class EngineSettings:
     batch: int = 1
     context: int | None = None  # None: what the target was made for
     prefill_chunk: int = 512
-    torch_threads: int | None = None  # while decoding, where another runtime has the CPU; None leaves them alone
 
 
 class Engine:
@@ -69,6 +69,7 @@ class Engine:
         info = parts.target.info
         self.context_length = min(info.context_length, self.settings.context or info.context_length)
         self._rule, self._length, self._drafter = parts.rule, parts.length, parts.drafter
+        self._torch_threads = parts.torch_threads
         self._needs = parts.drafter.needs if parts.drafter else Needs()
         self._sampler = BatchSampler(info.vocab_size, info.stop_ids, info.device)
         self._states: list[RequestState] = []
@@ -112,7 +113,7 @@ class Engine:
 
     def events(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Iterator[Event]:
         """Decode prompts, yielding progress as it happens: text as it becomes final, requests as they finish."""
-        return with_threads(self.settings.torch_threads, self._decode(make_requests(prompts, sampling)))
+        return with_threads(self._torch_threads, self._decode(make_requests(prompts, sampling)))
 
     def _decode(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Fill the batch, run rounds; finished requests leave it and waiting ones take their rows."""

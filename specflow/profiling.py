@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from specflow.cost import CostModel, Timing
-from specflow.device import asking_is_free
+from specflow.device import asking_is_free, torch_threads
 from specflow.draft.base import Needs
 from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.errors import DataError
@@ -173,8 +173,9 @@ class Profiler:
         self._ends = None if budget is None else self._watch.now() + budget
         turn = 0
         try:
-            for turn in range(self._plan.repeat):
-                self._pass_over(turn, advance)
+            with torch_threads(self._parts.torch_threads):
+                for turn in range(self._plan.repeat):
+                    self._pass_over(turn, advance)
         except _BudgetSpent:
             if not turn:
                 raise DataError(

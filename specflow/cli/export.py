@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,14 +61,26 @@ def export(
     with working("loading torch"):
         from specflow.export.onnx import ExportPlan, export_onnx
 
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(_Once())  # the same drafter is opened several times
     plan = ExportPlan(loaded, frozenset(kept), dtype, proof_rounds, force)
-    done = export_onnx(plan, output, working)
+    with _said_once():
+        done = export_onnx(plan, output, working)
     if as_json:
         typer.echo(json.dumps({"manifest": done.manifest.model_dump(mode="json"), "seconds": done.seconds}))
     else:
         _report(done, recipe)
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """The same drafter is opened several times, and need not say every time what it is."""
+    handlers, once = list(logging.getLogger().handlers), _Once()
+    for handler in handlers:
+        handler.addFilter(once)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(once)
 
 
 class _Once(logging.Filter):

@@ -100,7 +100,7 @@ def _measure(recipe: Recipe, asked: Plan, stretch: bool) -> tuple[ProfileKey, Co
 
 def _parts(recipe: Recipe, loaded: LoadedTarget) -> EngineParts:
     """The parts of a round. The recipe's own length policy may need the very profile that is measured here."""
-    from specflow.build import build_drafter, build_rule
+    from specflow.build import build_drafter, build_rule, threads_beside
     from specflow.engine import EngineParts
     from specflow.graph import DecodeGraph
     from specflow.length import Fixed
@@ -112,6 +112,7 @@ def _parts(recipe: Recipe, loaded: LoadedTarget) -> EngineParts:
         rule=build_rule(recipe),
         length=Fixed(recipe.draft.k if recipe.draft else 0),
         drafter=build_drafter(recipe, loaded),
+        torch_threads=threads_beside(recipe, loaded),
     )
 
 
