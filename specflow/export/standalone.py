@@ -43,6 +43,7 @@ K = {k}  # draft tokens of a block
 VOCAB_SIZE = {vocab_size}
 WINDOW = {window}  # positions that layers with a sliding window see
 FLOATS = np.{floats}
+onnxruntime.set_default_logger_severity(3)
 
 
 def load(name):
@@ -163,8 +164,7 @@ def block_bias(start, count, windowed):
 def draft(data):
     tokens, features = data["tokens"], data["features"].astype(FLOATS)[None]
     context, block, committed = load("context"), load("draft"), len(tokens) - 1
-    count = committed + BLOCK_SIZE
-    slots = empty_slots(context, count)
+    slots = empty_slots(context, count := committed + BLOCK_SIZE)
     run(context, slots, 0, committed, features=features)
     feeds = {"anchors": tokens[-1:], "bias": block_bias(committed, count, False)}
     if WINDOW is not None:
@@ -212,7 +212,7 @@ def script_for(graphs: Sequence[str], facts: DraftFacts, floats: str, k: int, vo
             body, own = _SERIAL, {"NUM_MODULES": facts.num_layers, **own}
     constants = "".join(f"{name} = {value}\n" for name, value in own.items())
     head = _HEAD.format(**said)
-    return head.replace("\n\n\ndef load", f"\n{constants}\n\ndef load", 1) + body + _TAIL
+    return head.replace("onnxruntime.set", f"{constants}onnxruntime.set", 1) + body + _TAIL
 
 
 @torch.inference_mode()
