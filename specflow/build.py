@@ -223,6 +223,7 @@ def _draw(verify: VerifySection) -> Draw:
     return "coupled" if verify.info.same_text else "greedy"
 
 
-def _load_model(model: str, dtype: str, device: str) -> tuple[Target, TextCodec]:
-    loaded = load_target(TargetSection.model_validate({"model": model, "dtype": dtype, "device": device}))
+def _load_model(model: str, dtype: str, device: str, runtime: str) -> tuple[Target, TextCodec]:
+    asked = {"model": model, "dtype": dtype, "device": device, "runtime": runtime}
+    loaded = load_target(TargetSection.model_validate(asked))
     return loaded.target, loaded.codec

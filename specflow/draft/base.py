@@ -23,8 +23,8 @@ sampled  drawn from the draft's law with numbers of their own, for rules that we
 coupled  drawn with the very numbers the target will use, for rules that compare: where the laws agree, so do the draws
 """
 
-ModelLoader = Callable[[str, str, str], "tuple[Target, TextCodec]"]
-"""Loads another language model by name, dtype and device, as recipes spell them."""
+ModelLoader = Callable[[str, str, str, str], "tuple[Target, TextCodec]"]
+"""Loads another language model by name, dtype, device and runtime, as recipes spell them."""
 
 
 @dataclass(frozen=True, slots=True)

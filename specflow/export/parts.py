@@ -290,7 +290,7 @@ def _finder(folder: Path) -> GraphFinder:
 
 
 def _torch_loader(models: Models) -> ModelLoader:
-    def load(model: str, dtype: str, device: str) -> tuple[Target, TextCodec]:
+    def load(model: str, *_: str) -> tuple[Target, TextCodec]:
         asked = {"model": model, "dtype": "float32", "device": str(models.place.device), "runtime": "torch"}
         loaded = load_target(TargetSection.model_validate(asked))
         return loaded.target, loaded.codec
@@ -299,7 +299,7 @@ def _torch_loader(models: Models) -> ModelLoader:
 
 
 def _graph_loader(models: Models, network: Network) -> ModelLoader:
-    def load(model: str, dtype: str, device: str) -> tuple[Target, TextCodec]:
+    def load(model: str, *_: str) -> tuple[Target, TextCodec]:
         precision = models.precision
         quantized = precision.name if precision.forms else None
         options = TargetOptions(model, precision.dtype, models.place.device, (), False, quantized)

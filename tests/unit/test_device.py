@@ -48,7 +48,7 @@ class TestWithThreads:
 
         steps = with_threads(1, failing())
         next(steps)
-        with pytest.raises(ValueError, match="^$"):
+        with pytest.raises(ValueError, match=r"^$"):
             next(steps)
         assert torch.get_num_threads() == 2
 

@@ -19,11 +19,12 @@ from specflow.target.base import TargetOptions
 from specflow.target.onnx import OnnxTarget, model_graphs
 from specflow.types import Skip
 
+WHOLE = DecoderPart()
 SKIPPING = DecoderPart(0, 2, Skip(frozenset({1}), frozenset({0})))
 UPPER = DecoderPart(1, 3, enters=True)
 
 
-def write(folder: Path, family: str, part: DecoderPart = DecoderPart(), dtype: str = "float32") -> onnx.ModelProto:
+def write(folder: Path, family: str, part: DecoderPart = WHOLE, dtype: str = "float32") -> onnx.ModelProto:
     model = make_model(family)
     folder.mkdir(exist_ok=True)
     with GraphSet(folder, Precision.named(dtype)) as graphs, graphs.graph("model") as writer:
@@ -35,7 +36,7 @@ def shapes(values: Any) -> dict[str, list[int | str]]:
     return {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
 
 
-@pytest.mark.parametrize("part", [DecoderPart(), SKIPPING, UPPER], ids=["whole", "skipping", "upper"])
+@pytest.mark.parametrize("part", [WHOLE, SKIPPING, UPPER], ids=["whole", "skipping", "upper"])
 @pytest.mark.parametrize("family", NATIVE)
 def test_the_checker_and_shape_inference_pass(family: str, part: DecoderPart, tmp_path: Path) -> None:
     write(tmp_path, family, part)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import make_adapter, make_model, make_native
+from onnx_home import graph_home
 from pydantic import ValidationError
 from stepping import NARROW
 from tiny import VOCAB, NumberText, tiny_target
@@ -255,7 +257,7 @@ class TestVocabularies:
         context = context_of(TARGET, codec=Words("a b c"), load_model=load)
         with pytest.raises(ModelError, match="1 is 'b' and 'x'"):
             build(SmallModelConfig(model="some"), context)
-        assert loaded == [("some", "auto", "cpu")]
+        assert loaded == [("some", "auto", "cpu", "auto")]
 
 
 class Words:
@@ -312,3 +314,25 @@ def test_texts_beyond_the_draft_model_say_so_once(caplog: pytest.LogCaptureFixtu
     assert [record.message for record in caplog.records if "undrafted" in record.message] == [
         "beyond 30 tokens texts go on undrafted: the drafter was made for so many"
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "runtime", "weights"),
+    [
+        ({}, "native", "float64"),
+        ({"dtype": "float32", "runtime": "onnx"}, "onnx", "float32"),
+        ({"dtype": "int8"}, "onnx", "int8"),
+        ({"dtype": "float32", "runtime": "torch"}, "native", "float32"),
+    ],
+)
+def test_what_computes_a_random_model(options: dict[str, Any], runtime: str, weights: str, tmp_path: Path) -> None:
+    made = context_of(TARGET, graphs=graph_home(tmp_path))
+    drafter = build(SmallModelConfig(**options), made)
+    info = drafter._model._pass.model.info  # type: ignore[attr-defined]
+    assert (info.runtime, info.weights) == (runtime, weights)
+    assert texts(decode(drafter, GREEDY, k=3, batch=2)) == vanilla(GREEDY)
+
+
+def test_quantised_weights_need_onnx_runtime() -> None:
+    with pytest.raises(ValueError, match="quantised weights run in ONNX Runtime"):
+        SmallModelConfig(dtype="int8", runtime="torch")

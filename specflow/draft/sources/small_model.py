@@ -6,6 +6,7 @@ Leviathan et al. 2211.17192; Chen et al. 2302.01318. The draft model knows the t
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
@@ -27,6 +28,7 @@ __all__ = ["SOURCE", "SmallModelConfig", "build", "graphs"]
 log = logging.getLogger(__name__)
 
 _OF_A_RANDOM_ONE = ("layers", "width", "heads", "seed")
+_QUANTIZED = ("int8", "int4")
 
 
 class SmallModelConfig(ShapeOptions):
@@ -37,8 +39,11 @@ class SmallModelConfig(ShapeOptions):
         min_length=1,
         description="embedded model, HF id, local folder or .gguf file; null: a small random one, plumbing only",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64", "int8", "int4"] = Field(
         "auto", description="type of the draft model's weights; auto is the target's for a random one"
+    )
+    runtime: Literal["auto", "torch", "onnx"] = Field(
+        "auto", description="what computes it: torch or ONNX Runtime; auto as in target, of a random one the target's"
     )
     device: str | None = Field(
         None, pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="where it runs; null is the target's device"
@@ -52,6 +57,12 @@ class SmallModelConfig(ShapeOptions):
     def _even_heads(self) -> SmallModelConfig:
         if self.width % (2 * self.heads):
             raise ValueError(f"width is {self.width}; expected a multiple of {2 * self.heads} with {self.heads} heads")
+        return self
+
+    @model_validator(mode="after")
+    def _one_runtime(self) -> SmallModelConfig:
+        if self.runtime == "torch" and self.dtype in _QUANTIZED:
+            raise ValueError(f"dtype is {self.dtype}, and runtime torch; quantised weights run in ONNX Runtime")
         return self
 
     @model_validator(mode="after")
@@ -76,7 +87,7 @@ def build(config: SmallModelConfig, context: SourceContext) -> Drafter:
         log.warning("no draft.model: the draft model is random and accepts almost nothing; the text is exact")
         return make_drafter(config, LanguageModel(_random_model(config, context, device), context), context)
     assert context.load_model is not None, "nobody gave a loader of models"
-    model, codec = context.load_model(config.model, config.dtype, str(device))
+    model, codec = context.load_model(config.model, config.dtype, str(device), config.runtime)
     if context.codec is not None:
         check_vocabularies(context.codec, codec)
     return make_drafter(config, LanguageModel(model, context), context)
@@ -110,14 +121,17 @@ def _random_model(config: SmallModelConfig, context: SourceContext, device: torc
     from specflow.target.transformer import NativeTarget
 
     info, weights = context.target.info, _random_weights(config, context.target)
-    own = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    options = TargetOptions("random draft model", own or info.dtype, device)
-    if not context.takes_onnx("auto") or context.graphs is None or options.dtype == torch.float64:
-        return NativeTarget(weights.config, weights.tensors, options)
+    name = info.weights if config.dtype == "auto" else config.dtype
+    quantized = name if name in _QUANTIZED else None
+    dtype = info.dtype if config.dtype == "auto" else torch.float32 if quantized else getattr(torch, name)
+    options = TargetOptions("random draft model", dtype, device, quantization=quantized)
+    in_onnx = context.takes_onnx(config.runtime) or config.dtype in _QUANTIZED
+    if not in_onnx or context.graphs is None or dtype == torch.float64:
+        return NativeTarget(weights.config, weights.tensors, replace(options, quantization=None))
     network = LanguageModelGraphs(weights, info.vocab_size)
-    precision = Precision.named(info.weights if own is None else options.weights)
-    identity = {"random": config.model_dump(), "vocab_size": info.vocab_size, "context_length": info.context_length}
-    path = context.graphs(identity, precision, network.write) / f"{DRAFT_MODEL}.onnx"
+    random = config.model_dump(include={*_OF_A_RANDOM_ONE})
+    identity = {"random": random, "vocab_size": info.vocab_size, "context_length": info.context_length}
+    path = context.graphs(identity, Precision.named(options.weights), network.write) / f"{DRAFT_MODEL}.onnx"
     return graph_target(weights, options, lambda _: path)
 
 
