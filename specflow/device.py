@@ -32,6 +32,7 @@ def find_device(name: str, where: str) -> torch.device:
     if name == "auto":
         name = next((kind for kind, found in there.items() if found), "cpu")
     device = torch.device(name)
+    there["cuda"] = there["cuda"] and (device.index or 0) < torch.cuda.device_count()
     if not there.get(device.type, True):
         raise ModelError(where, f"{name} is not available here", "cpu", "run `specflow doctor` to see the devices")
     return device

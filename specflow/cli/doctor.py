@@ -16,7 +16,7 @@ from specflow.provenance import cpu_model, package_version, usable_cpus
 __all__ = ["diagnose", "doctor"]
 
 _PACKAGES = (
-    "torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface-hub", "onnx", "onnxscript", "optuna",
+    "torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface-hub", "onnx", "optuna",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from specflow.draft.onnx_target import borrowed_embedding, borrowed_head
 from specflow.draft.parallel import Marginals
 from specflow.onnx.graphs import DraftFacts, OutputError
 from specflow.onnx.layers import PassGraph, Stream, add_norm, linear, norm
-from specflow.onnx.session import OnnxSession, Slots
+from specflow.onnx.session import OnnxSession
 from specflow.target.cache import KVCache
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["BlockGraphs", "OnnxBlock"]
 
 _WITHOUT_HEAD = "block_scored"
-_FIRST_SLOTS = 512
-"""Slots of a new cache: attention goes over all slots there are, so they grow with what is in them."""
 _BIASES = {False: "bias", True: "bias_windowed"}
 
 
@@ -127,7 +125,7 @@ class BlockGraphs:
             tokens = tokens.to(info.device)
             marginals = self.layers.fill(tokens, theirs)
             feeds = _block_feeds(self.layers.options, tokens, ours)
-            yield Trial(feeds, tokens[:, 0].contiguous(), marginals, Slots(ours.data, range(len(self.layers.layers))))
+            yield Trial(feeds, tokens[:, 0].contiguous(), marginals, ours.data)
 
     def _filled(self, folder: Path, precision: Precision, place: Place) -> tuple[KVCache, KVCache]:
         """A cache with context rows that graphs wrote, and one with those of torch."""
@@ -191,13 +189,12 @@ class OnnxBlock:
         self._block = OnnxSession(folder / f"{name}.onnx", place)
         dtype = self._context.inputs["features"].dtype
         self._like = torch.empty(0, dtype=dtype, device=place.device)
-        self._used = range(layers.options.num_layers)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """See `BlockNetwork.new_cache`."""
         shape = self._shape
-        cache = KVCache(len(self._used), batch, shape.num_kv_heads, capacity, shape.head_width, self._like)
-        cache.trim(min(_FIRST_SLOTS, capacity))
+        cache = KVCache(self._options.num_layers, batch, shape.num_kv_heads, capacity, shape.head_width, self._like)
+        cache.trim()  # attention goes over all slots there are
         return cache
 
     @torch.inference_mode()
@@ -205,7 +202,7 @@ class OnnxBlock:
         """See `BlockNetwork.inject`."""
         cache.make_room(max(cache.lengths) + positions.shape[1])
         feeds = {"features": features.contiguous(), "positions": positions.contiguous(), "starts": _starts(cache)}
-        self._context.run(feeds, {}, Slots(cache.data, self._used))
+        self._context.run(feeds, {}, cache.data)
 
     @torch.inference_mode()
     def fill(self, tokens: Tensor, cache: KVCache) -> Marginals:
@@ -216,7 +213,7 @@ class OnnxBlock:
         names = ("scored",) if self._target is not None else ("scored", "logits")
         wanted = {name: (*size, int(self._block.outputs[name].shape[-1])) for name in names}
         feeds = _block_feeds(self._options, tokens, cache)
-        found = self._block.run(feeds, wanted, Slots(cache.data, self._used))
+        found = self._block.run(feeds, wanted, cache.data)
         scored = found["scored"]
         if self._target is None:
             return Marginals(found["logits"], scored)

@@ -23,14 +23,14 @@ from specflow.draft.corrected import ConfidenceOptions
 from specflow.draft.nn.attention import Sight, attention_biases
 from specflow.draft.nn.confidence import LinearConfidence
 from specflow.draft.nn.feature_step import FeatureNetwork, FeatureStep, Fusion, Pairs, StepRows
-from specflow.draft.onnx_target import borrowed_embedding, borrowed_head
+from specflow.draft.onnx_loop import emit_odds
+from specflow.draft.onnx_target import borrowed_embedding, borrowed_head, precision_beside
 from specflow.draft.shapes import ShapeOptions
 from specflow.errors import ModelError
 from specflow.onnx.decoder import write_head
 from specflow.onnx.graphs import DraftFacts, OutputError, Precision
 from specflow.onnx.layers import PassGraph, Stream, add_norm, linear, norm
-from specflow.onnx.session import OnnxSession, Place, Slots
-from specflow.onnx.writer import onnx_type
+from specflow.onnx.session import OnnxSession, Place
 from specflow.target.cache import KVCache
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FeatureGraphs", "FoundGraphs", "OnnxFeatureNetwork"]
 
-_FIRST_SLOTS = 512
-"""Slots of a new cache: attention goes over all slots there are, so they grow with what is in them."""
 _NOT_IN_GRAPHS = frozenset({*ShapeOptions.model_fields, *ConfidenceOptions.model_fields, "weights", "seed", "runtime"})
 """Options that change nothing in the engine's graphs, or are told by the content of the weights."""
 _RECYCLED = (
@@ -153,21 +151,23 @@ class FeatureGraphs:
                 _write_confidence(writer, self._confidence)
 
     def find(self, options: FeatureOptions, context: SourceContext) -> FoundGraphs:
-        """The graphs as they are kept for the engine, in the target's dtype; written where they are not there yet.
+        """The graphs as they are kept for the engine, written where they are not there yet.
 
         Raises:
             ModelError: Graphs are not written in this dtype, or there is no place for them.
         """
         network, info = self._network, context.target.info
         if context.graphs is None:
-            raise ModelError("draft.runtime", "onnx, and no place to keep graphs", "a cache directory", "use torch")
+            raise ModelError(
+                "draft.runtime", "onnx, and no place to keep graphs", "a cache directory", "set it to torch"
+            )
         identity = {
             "network": options.model_dump(exclude=set(_NOT_IN_GRAPHS)),
             "weights": weights_identity(options.weights, options.seed),
             "target": (context.identify(), info.weights),
             "positions": self._num_positions,
         }
-        folder = context.graphs(identity, _precision(network.dtype), self.write)
+        folder = context.graphs(identity, precision_beside(info), self.write)
         return self._found(folder)
 
     def compare(self, folder: Path, precision: Precision, place: Place) -> Iterator[OutputError]:
@@ -248,7 +248,7 @@ class OnnxFeatureNetwork:
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         like = torch.empty(0, dtype=self._dtype, device=self._place.device)
         cache = KVCache(1, batch, self.shape.num_kv_heads, capacity, self.shape.head_width, like)
-        cache.trim(_FIRST_SLOTS)
+        cache.trim()  # attention goes over all slots there are
         return cache
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class OnnxFeatureNetwork:
             "bias": torch.stack(biases),
         }
         size = (batch, rows, self.shape.hidden_size)
-        out = self._steps[index].run(feeds, {"recycled": size, "scored": size}, Slots(slots, [0]))
+        out = self._steps[index].run(feeds, {"recycled": size, "scored": size}, slots)
         return StepRows(out["recycled"], out["scored"])
 
     def score(self, scored: Tensor) -> Tensor:
@@ -306,28 +306,23 @@ def _write_fusion(writer: GraphWriter, fusion: Fusion) -> None:
 def _write_confidence(writer: GraphWriter, head: LinearConfidence) -> None:
     """The operators of `LinearConfidence.forward`, in float32."""
     size = ("batch", "rows")
-    rows = writer.op("Cast", writer.input("scored", (*size, head.proj.in_features)), to=onnx_type(torch.float32))
-    odds = writer.op("MatMul", rows, writer.weight(head.proj.weight.detach().float().cpu().numpy().T, "weight"))
-    if head.proj.bias is not None:
-        odds = writer.op("Add", odds, writer.weight(head.proj.bias.detach().float().cpu().numpy(), "bias"))
-    odds = writer.op("Squeeze", odds, writer.constant([-1]))
-    if head.temperatures:
-        known = writer.weight(np.array([1.0, *head.temperatures], np.float32), "temperatures")
-        odds = writer.op("Div", odds, writer.op("Gather", known, writer.input("depths", size, "INT64")))
+    odds = emit_odds(writer, head, writer.input("scored", (*size, head.proj.in_features)))
+    if heats := head.temperatures:
+        # At both ends 1: draft positions count from 1, and those behind the last temperature have none.
+        known = writer.weight(np.array([1.0, *heats, 1.0], np.float32), "temperatures")
+        ends = writer.constant(0), writer.constant(len(heats) + 1)
+        depths = writer.op("Clip", writer.input("depths", size, "INT64"), *ends)
+        odds = writer.op("Div", odds, writer.op("Gather", known, depths))
     writer.output(writer.op("Sigmoid", odds), "confidence", size, "FLOAT")
 
 
 def _compare_confidence(head: LinearConfidence, session: OnnxSession, scored: Tensor) -> OutputError:
-    depths = torch.arange(scored.shape[1], device=scored.device) % max(1, len(head.temperatures)) + 1
+    depths = torch.arange(scored.shape[1], device=scored.device) % (len(head.temperatures) + 1) + 1
     feeds = {"scored": scored, "depths": depths.expand(scored.shape[:2]).contiguous()}
     feeds = {name: feeds[name] for name in session.inputs}
     found = session.run(feeds, {"confidence": tuple(scored.shape[:2])})["confidence"]
     true = [head(scored[:, row], depths, int(depth) - 1) for row, depth in enumerate(depths)]
     return OutputError.between(("confidence", "confidence"), found, torch.stack(true, dim=1))
-
-
-def _precision(dtype: torch.dtype) -> Precision:
-    return Precision.named(str(dtype).removeprefix("torch."))
 
 
 class _RandomRows:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specflow.draft.nn.corrector import TableCorrector
     from specflow.onnx.writer import GraphWriter
 
-__all__ = ["DraftHeads", "Emitted", "emit_draft"]
+__all__ = ["DraftHeads", "Emitted", "emit_draft", "emit_odds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +168,24 @@ def _emit_confidence(writer: GraphWriter, marginals: Emitted, heads: DraftHeads,
             earlier = writer.op("Slice", tokens, zero, writer.constant([-1]), one)
             before = writer.op("Concat", writer.op("Unsqueeze", marginals.anchors, one), earlier, axis=1)
             seen = writer.op("Concat", seen, token_rows(writer, heads.corrector, before), axis=-1)
-        weight = head.proj.weight.detach().float().cpu().numpy()
-        odds = writer.op("MatMul", _cast(writer, seen, "FLOAT"), writer.weight(weight.T, "weight"))
-        if head.proj.bias is not None:
-            odds = writer.op("Add", odds, writer.weight(head.proj.bias.detach().float().cpu().numpy(), "bias"))
-        odds = writer.op("Squeeze", odds, writer.constant([-1]))
+        odds = emit_odds(writer, head, seen)
         if head.temperatures:
             count = writer.op("Shape", tokens, start=1, end=2)
             known = writer.weight(np.array(head.temperatures, np.float32), "temperatures")
-            odds = writer.op("Div", odds, writer.op("Slice", known, zero, count, zero))
+            # A block may be wider than what is drafted of it: positions behind the last temperature have none.
+            ones = writer.op("Expand", writer.constant(np.ones(1, np.float32)), count)
+            heats = writer.op("Slice", writer.op("Concat", known, ones, axis=0), zero, count, zero)
+            odds = writer.op("Div", odds, heats)
         return writer.op("Sigmoid", odds)
+
+
+def emit_odds(writer: GraphWriter, head: LinearConfidence, seen: str) -> str:
+    """The operators of `LinearConfidence.logits`, in float32.  # [B, R, H] or [B, R, H + r] -> [B, R]"""
+    weight = head.proj.weight.detach().float().cpu().numpy()
+    odds = writer.op("MatMul", _cast(writer, seen, "FLOAT"), writer.weight(weight.T, "weight"))
+    if head.proj.bias is not None:
+        odds = writer.op("Add", odds, writer.weight(head.proj.bias.detach().float().cpu().numpy(), "bias"))
+    return writer.op("Squeeze", odds, writer.constant([-1]))
 
 
 def _zeros(writer: GraphWriter, anchors: str, width: int) -> str:

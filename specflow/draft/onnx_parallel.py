@@ -18,18 +18,19 @@ from torch import Tensor
 from specflow.draft.checkpoint import weights_identity
 from specflow.draft.onnx_corrector import OnnxCorrector, compare_corrector, write_corrector
 from specflow.draft.onnx_loop import DraftHeads, Emitted, emit_draft
+from specflow.draft.onnx_target import precision_beside
 from specflow.draft.parallel import MarginalModel, Marginals
 from specflow.draft.shapes import ShapeOptions
 from specflow.errors import ModelError
-from specflow.onnx.graphs import DraftFacts, GraphSet, OutputError, Precision
-from specflow.onnx.session import OnnxSession, Place, Slots
+from specflow.onnx.graphs import DraftFacts, GraphSet, OutputError
+from specflow.onnx.session import OnnxSession, Place
 
 if TYPE_CHECKING:
     from specflow.draft.base import SourceContext
     from specflow.draft.corrected import ParallelOptions
     from specflow.draft.parallel import Corrector
+    from specflow.onnx.graphs import Precision
     from specflow.onnx.writer import GraphWriter
-    from specflow.target.base import TargetInfo
 
 __all__ = ["GraphedModel", "MarginalGraphs", "ParallelGraphs", "Trial", "write_marginals"]
 
@@ -46,7 +47,7 @@ class Trial:
     feeds: Mapping[str, Tensor]
     anchors: Tensor  # [B]
     marginals: Marginals
-    slots: Slots | None = None
+    slots: Tensor | None = None  # [L, 2, B, Hk, S, Dh]
 
 
 class MarginalGraphs(Protocol):
@@ -180,7 +181,7 @@ class ParallelGraphs:
         info = context.target.info
         if context.graphs is None:
             raise ModelError(
-                "draft.runtime", "onnx, and nowhere to keep graphs", "a cache of graphs", "set it to torch"
+                "draft.runtime", "onnx, and no place to keep graphs", "a cache directory", "set it to torch"
             )
         identity = {
             "network": options.model_dump(exclude=set(_NOT_IN_GRAPHS)),
@@ -190,22 +191,12 @@ class ParallelGraphs:
             "depth": model.most_depth,
         }
         place = Place(info.device, context.threads)
-        folder = context.graphs(identity, _precision(info), self.write)
+        folder = context.graphs(identity, precision_beside(info), self.write)
         model.take_graphs(folder, place)
         return None if self._heads.corrector is None else OnnxCorrector(folder, place)
 
 
 _ROUNDS = ("draft", "draft_sampled")
-
-
-def _precision(info: TargetInfo) -> Precision:
-    """Of the engine's graphs: what the target computes in, with weights of 8 bits where its own are quantised.
-
-    What they lose may change what is drafted, never what is said; a corrected step at a full vocabulary is reading
-    weights and little else.
-    """
-    dtype = str(info.dtype).removeprefix("torch.")
-    return Precision.named(dtype if info.weights == dtype else "int8")
 
 
 def _along(heads: DraftHeads, trial: Trial, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

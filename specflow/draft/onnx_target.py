@@ -1,4 +1,4 @@
-"""What a drafter's graphs take from the target: embedding and head, read through its protocol."""
+"""What a drafter's graphs take from the target: embedding and head, read through its protocol, and their precision."""
 
 from __future__ import annotations
 
@@ -8,16 +8,51 @@ import torch
 
 from specflow.draft.nn.linear import Linear
 from specflow.errors import ModelError
+from specflow.onnx.graphs import Precision
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
     from torch import Tensor
 
-    from specflow.target.base import Target
+    from specflow.draft.base import SourceContext
+    from specflow.onnx.graphs import GraphSet
+    from specflow.target.base import Target, TargetInfo
 
-__all__ = ["borrowed_embedding", "borrowed_head"]
+__all__ = ["borrowed_embedding", "borrowed_head", "engine_graphs"]
 
 _BENT = 0.05
 """Share of the largest logit by which a head may miss a linear layer: 8-bit weights do by less."""
+
+
+def engine_graphs(context: SourceContext, identity: Mapping[str, object], write: Callable[[GraphSet], None]) -> Path:
+    """The folder of a drafter's graphs as they are kept for the engine; written where they are not there yet.
+
+    Args:
+        context: Says where graphs are kept, and for which target they are.
+        identity: What they depend on beside the target and the precision.
+        write: Writes them.
+
+    Raises:
+        ModelError: Graphs are not written in this dtype, or there is no place for them.
+    """
+    if context.graphs is None:
+        where, found = "draft.runtime", "onnx, and no place to keep graphs"
+        raise ModelError(where, found, "a cache directory", "set draft.runtime: torch")
+    info = context.target.info
+    whole = {**identity, "target": (context.identify(), info.weights)}
+    return context.graphs(whole, _precision_beside(info), write)
+
+
+def _precision_beside(info: TargetInfo) -> Precision:
+    """The target's dtype, with weights of 8 bits where the target's are quantised.
+
+    What they lose may change what is drafted, never what is said; a corrected step at a full vocabulary is reading
+    weights and little else.
+    """
+    dtype = str(info.dtype).removeprefix("torch.")
+    return Precision.named(dtype if info.weights == dtype else "int8")
 
 
 def borrowed_embedding(target: Target) -> Tensor:

@@ -1,6 +1,6 @@
 """The parts of `draft.nn` as ONNX operators: linear, norm, attention over a cache updated in place, MLP.
 
-Rows are [B, R, width] throughout. Every layer's key and value slots are graph inputs [B, Hk, S, Dh]; TensorScatter puts
+Rows are [B, R, width] throughout. Every layer's key and value slots are graph inputs [B, Hk, S, Dh]; ScatterND puts
 the pass's rows above the committed ones and yields the updated slots. A runtime that binds input and output to one
 buffer copies nothing, and a key stands in the same slot whether it came with this pass or an earlier one, so a row's
 bits do not depend on how the rows before it were divided into passes.
@@ -120,6 +120,7 @@ class PassGraph:
         names = {False: "bias", True: "bias_windowed"}
         self._biases = {flag: writer.input(names[flag], ("batch", "rows", "slots")) for flag in sorted(kinds)}
         self._tiled: dict[tuple[bool, int], str] = {}
+        self._slot_of: dict[int, str] = {}
 
     def settle(self, stream: Stream) -> Stream:
         """The stream with nothing left to add."""
@@ -180,9 +181,29 @@ class PassGraph:
         slots = []
         for kind, fresh in (("key", keys), ("value", values)):
             past = w.input(f"past_{kind}.{layer}", shape)
-            present = w.op("TensorScatter", past, fresh, self._starts, axis=2)
+            present = w.op("ScatterND", past, self._places(block.num_kv_heads), fresh)
             slots.append(w.output(present, f"present_{kind}.{layer}", shape))
         return slots[0], slots[1]
+
+    def _places(self, heads: int) -> str:
+        """Batch row, head and slot of every new key and value row.  # [B, Hk, R, 3]"""
+        if heads not in self._slot_of:
+            w = self._writer
+            batch, rows = w.ops("Split", 2, w.op("Shape", self._positions), num_outputs=2)
+            shape = w.op("Concat", batch, w.constant([heads]), rows, w.constant([1]), axis=0)
+            slots = w.op("Add", w.op("Unsqueeze", self._starts, w.constant([1])), self._count(rows))  # [B, R]
+            parts = (
+                w.op("Unsqueeze", self._count(batch), w.constant([1, 2, 3])),
+                w.constant(np.arange(heads).reshape(1, heads, 1, 1)),
+                w.op("Unsqueeze", slots, w.constant([1, 3])),
+            )
+            self._slot_of[heads] = w.op("Concat", *[w.op("Expand", part, shape) for part in parts], axis=-1)
+        return self._slot_of[heads]
+
+    def _count(self, length: str) -> str:
+        """0, 1, ... up to a length.  # [1] -> [length]"""
+        w = self._writer
+        return w.op("Range", w.constant(np.array(0)), w.op("Squeeze", length), w.constant(np.array(1)))
 
     def _rotate(self, heads: str) -> str:
         return self._writer.op("RotaryEmbedding", heads, self._positions, self._cos, self._sin, domain=CONTRIB)

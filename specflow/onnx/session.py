@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from specflow.errors import ModelError
 from specflow.onnx.writer import onnx_type
 
-__all__ = ["OnnxSession", "Place", "Slots", "choose_providers"]
+__all__ = ["OnnxSession", "Place", "choose_providers"]
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,12 @@ _PROVIDERS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("CPUExecutionProvider",),
 }
 """What may run a graph on a device, best first."""
+_HOST = "CPUExecutionProvider"
+"""It reads and writes memory of the host alone."""
 _MOST_BINDINGS = 8
+_LEGACY_STREAM = 1
+"""CUDA's handle of the default stream (cudaStreamLegacy). Torch calls it 0, which ONNX Runtime takes for none given: it
+would then run on a stream of its own, and read inputs that torch has not written yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +46,6 @@ class Place:
 
     device: torch.device
     threads: int | None = None  # of CPU operators; None: ONNX Runtime's own choice
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Key and value slots that a pass reads and updates in place.
-
-    Args:
-        data: Of all layers.  # [L, 2, B, Hk, S, Dh]
-        layers: Those that the graph has.
-    """
-
-    data: Tensor
-    layers: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +73,7 @@ class OnnxSession:
         self._session = _open(path, place)
         self.inputs = {value.name: _value(value, path) for value in self._session.get_inputs()}
         self.outputs = {value.name: _value(value, path) for value in self._session.get_outputs()}
+        self._layers = [int(name.partition(".")[2]) for name in self.inputs if name.startswith("past_key.")]
         self._plain = [name for name in self.inputs if not name.startswith("past_")]
         self._bindings: dict[tuple[Any, ...], Any] = {}
 
@@ -91,14 +84,15 @@ class OnnxSession:
         return found
 
     def run(
-        self, feeds: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], slots: Slots | None = None
+        self, feeds: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], slots: Tensor | None = None
     ) -> dict[str, Tensor]:
         """One pass.
 
         Args:
             feeds: Value of every input that is no slot, contiguous and on the session's device.
             wanted: Outputs to compute, and their shapes.
-            slots: Where the graph has layers with a cache.
+            slots: Key and value slots of all layers of the model, which the graph's own layers read and update in
+                place.  # [L, 2, B, Hk, S, Dh]
 
         Raises:
             ModelError: A name, type or number of dimensions is not the graph's, or the pass fails.
@@ -133,32 +127,40 @@ class OnnxSession:
         if unknown := [name for name in wanted if name not in self.outputs]:
             raise self._fault(f"there is no output {unknown[0]!r}", f"one of {', '.join(self.outputs)}")
 
-    def _binding(self, wanted: tuple[str, ...], slots: Slots | None) -> Any:
+    def _binding(self, wanted: tuple[str, ...], slots: Tensor | None) -> Any:
         """A binding with the slots in place; the latest few are kept, for passes over the same cache."""
-        data = None if slots is None else slots.data
         # Strides tell one row of a batch from a batch of one that took its memory over.
-        key = (wanted, data is None or (data.data_ptr(), *data.shape, *data.stride()))
-        if key not in self._bindings:
+        key = (wanted, slots is None or (slots.data_ptr(), *slots.shape, *slots.stride()))
+        binding = self._bindings.pop(key, None)
+        if binding is None:
             if len(self._bindings) >= _MOST_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
-            self._bindings[key] = binding = self._session.io_binding()
-            for layer in () if slots is None else slots.layers:
-                for kind, part in zip(("key", "value"), slots.data[layer], strict=True):  # type: ignore[union-attr]
+            binding = self._session.io_binding()
+            for layer in () if slots is None else self._layers:
+                for kind, part in zip(("key", "value"), slots[layer], strict=True):  # type: ignore[index]
                     self._bind_input(binding, f"past_{kind}.{layer}", part)
                     self._bind_output(binding, f"present_{kind}.{layer}", part)
-        return self._bindings[key]
+        self._bindings[key] = binding
+        return binding
 
     def _bind_input(self, binding: Any, name: str, tensor: Tensor) -> None:
         if tensor.numel():
             binding.bind_input(name, *self._location(tensor))
         else:
-            import onnxruntime
-
-            empty = onnxruntime.OrtValue.ortvalue_from_numpy(tensor.cpu().numpy())
-            binding.bind_ortvalue_input(name, empty)
+            binding.bind_ortvalue_input(name, self._empty(tensor))
 
     def _bind_output(self, binding: Any, name: str, tensor: Tensor) -> None:
-        binding.bind_output(name, *self._location(tensor))
+        if tensor.numel():
+            binding.bind_output(name, *self._location(tensor))
+        else:
+            binding.bind_ortvalue_output(name, self._empty(tensor))
+
+    def _empty(self, tensor: Tensor) -> Any:
+        """A value of this shape in memory of the runtime's own: it takes no address of nothing."""
+        import onnxruntime
+
+        device, number, kind, shape, _ = self._location(tensor)
+        return onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, number)
 
     def _location(self, tensor: Tensor) -> tuple[str, int, int, tuple[int, ...], int]:
         """Arguments of a binding: device, its number, ONNX type, shape, address."""
@@ -205,13 +207,16 @@ def _open(path: Path, place: Place) -> Any:
     lost = [name for name in wanted if name not in session.get_providers()]
     if lost:
         log.warning("%s: %s cannot be used here; %s runs it", path.name, ", ".join(lost), session.get_providers()[0])
+    if session.get_providers() == [_HOST] and place.device.type != "cpu":
+        found = f"ONNX Runtime has nothing but CPUs for {place.device}"
+        raise ModelError(str(path), found, "CUDAExecutionProvider and its libraries", "set runtime: torch")
     return session
 
 
 def _provider_options(name: str, device: torch.device) -> dict[str, Any]:
-    if name == "CPUExecutionProvider":
+    if name == _HOST:
         return {}
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM
     return {"device_id": device.index or 0, "user_compute_stream": str(stream)}
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTRIB", "OPSET", "WRITER_VERSION", "FloatName", "GraphWriter", "Shape", "WeightFile", "onnx_type"]
 
-OPSET = 24
-"""Of ai.onnx; 24 brought TensorScatter, the update of a cache in place."""
-WRITER_VERSION = 1
+OPSET = 23
+"""Of ai.onnx; 23 brought RMSNormalization. ONNX Runtime has it from 1.23 on."""
+WRITER_VERSION = 2
 """Changes when graphs of the same weights would: those that an earlier version wrote are not used again."""
 CONTRIB = "com.microsoft"
 """Domain of ONNX Runtime's own operators, version 1."""

@@ -1,4 +1,4 @@
-"""The preallocated key/value cache of torch targets."""
+"""The preallocated key/value cache of targets and drafters, whatever computes their rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import Tensor
 from specflow.draft.nn.attention import KEY_STEP
 
 __all__ = ["KVCache"]
+
+_FIRST_SLOTS = 512
+"""What a trimmed cache begins with."""
 
 
 @dataclass(slots=True)
@@ -44,9 +47,11 @@ class KVCache:
     def capacity(self) -> int:
         return self._capacity
 
-    def trim(self, slots: int) -> None:
+    def trim(self, slots: int = _FIRST_SLOTS) -> None:
         """Give back what is above so many slots, for passes that cost by the slot; `make_room` takes it again."""
-        self._memory.data = self._memory.data[..., : _rounded(slots), :].clone()
+        assert max(self._lengths) <= slots, f"{max(self._lengths)} committed rows in {slots} slots"
+        if _rounded(slots) < self._memory.data.shape[4]:
+            self._memory.data = self._memory.data[..., : _rounded(slots), :].clone()
 
     def make_room(self, positions: int) -> None:
         """See that there are slots for so many positions, in this cache and all its views."""

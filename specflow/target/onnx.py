@@ -17,7 +17,7 @@ from specflow.draft.nn.block import RMSNorm
 from specflow.errors import ModelError
 from specflow.onnx.decoder import DecoderPart, head_weight, write_decoder, write_head
 from specflow.onnx.graphs import GraphSet, Precision
-from specflow.onnx.session import OnnxSession, Place, Slots
+from specflow.onnx.session import OnnxSession, Place
 from specflow.target.architecture import Architecture, info_of
 from specflow.target.base import Cache, TargetOptions
 from specflow.target.cache import KVCache
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["GraphPart", "ModelGraphs", "OnnxTarget", "model_graphs"]
 
 _NOTHING = Skip()
-_FIRST_SLOTS = 512
-"""Slots of a new cache: attention goes over all slots there are, so they grow with what is in them."""
 
 GraphPart = DecoderPart | Literal["head"]
 """What of a model a graph computes."""
@@ -115,7 +113,7 @@ class OnnxTarget:
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         shape, like = self.architecture.shape, torch.empty(0, dtype=self.info.dtype, device=self.info.device)
         cache = KVCache(self.info.num_layers, batch, shape.num_kv_heads, capacity, shape.head_width, like=like)
-        cache.trim(_FIRST_SLOTS)
+        cache.trim()  # attention goes over all slots there are
         return cache
 
     @torch.inference_mode()
@@ -150,9 +148,8 @@ class OnnxTarget:
         wanted = {"hidden_pre": states, "hidden_post": states, **{f"tap.{tap}": states for tap in taps}}
         if len(scored):
             wanted["logits"] = (batch, len(scored), self.info.vocab_size)
-        used = [layer for layer in range(first, end) if f"past_key.{layer}" in session.inputs]
         feeds = {name: tensor.contiguous() for name, tensor in feeds.items()}
-        found = session.run(feeds, wanted, Slots(cache.data, used))
+        found = session.run(feeds, wanted, cache.data)
         nothing = positions.new_empty((batch, 0, self.info.vocab_size), dtype=self.info.dtype)
         return TargetOutput(
             logits=found.get("logits", nothing),
@@ -178,7 +175,7 @@ class OnnxTarget:
         rows = normed.reshape(1, -1, normed.shape[-1]).contiguous()
         shape = (1, rows.shape[1], self.info.vocab_size)
         logits = self._session("head").run({"scored": rows}, {"logits": shape})["logits"]
-        return logits.view(*normed.shape[:-1], -1)
+        return logits.view(*normed.shape[:-1], shape[-1])
 
     def _session(self, part: GraphPart) -> OnnxSession:
         whole = DecoderPart(0, self.info.num_layers)

@@ -19,6 +19,7 @@ import torch
 from specflow.errors import ModelError
 from specflow.files import replace_text
 from specflow.onnx.store import GraphStore
+from specflow.onnx.writer import WRITER_VERSION
 from specflow.provenance import cpu_model, package_version
 from specflow.target.architecture import NATIVE_FAMILIES, native_refusal
 from specflow.target.base import TargetOptions
@@ -132,22 +133,31 @@ def _open_fastest(opening: Opening) -> Target:
         target = None  # two of them at once would take twice the memory
         try:
             target = opener(opening)
-        except ModelError:
-            if opening.options.row_invariant is None:
+        except ModelError as error:
+            if not opening.options.row_invariant:
                 raise
+            log.warning("%s is no choice: %s", runtime, error.found)
             continue
         seconds[runtime], exact[runtime] = _time(target), target.info.exactness == "bit-exact"
     if not seconds:
         return _open_torch(opening)  # for its reason
+    best = _best(seconds, exact)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps({"runtime": best, "seconds": seconds, "exact": exact}, indent=2) + "\n")
+    if target is None or list(seconds)[-1] != best:
+        target = None  # as above
+        target = open_as[best](opening)
+    return target
+
+
+def _best(seconds: Mapping[str, float], exact: Mapping[str, bool]) -> str:
+    """The fastest runtime of those that keep their rows' bits, where there is one; of all otherwise."""
     held = [runtime for runtime in seconds if exact[runtime]] or list(seconds)
-    best = min(held, key=seconds.__getitem__)
-    fastest = min(seconds, key=seconds.__getitem__)
+    best, fastest = (min(each, key=seconds.__getitem__) for each in (held, seconds))
     if best != fastest:
         ratio = seconds[best] / seconds[fastest]
         log.warning("%s is %.2f times as fast and changes bits with the rows: %s runs it", fastest, ratio, best)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps({"runtime": best, "seconds": seconds, "exact": exact}, indent=2) + "\n")
-    return target if target is not None and target.info.runtime == best else open_as[best](opening)
+    return best
 
 
 def _time(target: Target) -> float:
@@ -176,6 +186,7 @@ def _verdict_path(opening: Opening) -> Path:
         "threads": torch.get_num_threads(),
         "cpu": cpu_model(),
         "versions": [package_version(name) for name in ("torch", "onnxruntime-gpu", "onnxruntime")],
+        "graphs": WRITER_VERSION,
     }
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     return cache_dir() / "runtimes" / f"{digest}.json"

@@ -31,7 +31,7 @@ from specflow.draft.sources.dspark import SOURCE as DSPARK
 from specflow.draft.sources.medusa import SOURCE as MEDUSA
 from specflow.errors import ModelError
 from specflow.onnx.graphs import GraphSet, Precision
-from specflow.onnx.session import OnnxSession, Place, Slots
+from specflow.onnx.session import OnnxSession, Place
 from specflow.sampling import draw_tokens
 from specflow.types import DraftBlock, DraftBudget, Features, Observation, Sampling
 
@@ -212,7 +212,7 @@ def run_draft(name: str, folder: Path, graph: str, **more: Tensor) -> dict[str, 
     if "positions" in session.inputs:
         layers = [value for value in session.inputs if value.startswith("past_key.")]
         _, heads, _, width = session.inputs["past_key.0"].shape
-        slots = Slots(torch.zeros(len(layers), 2, 3, int(heads), 64, int(width)), range(len(layers)))
+        slots = torch.zeros(len(layers), 2, 3, int(heads), 64, int(width))
         columns = torch.arange(64)
         features = torch.cat([ROWS[:, :, i] for i in range(2)], dim=-1).contiguous()
         begin = {"positions": torch.arange(max(LENGTHS)).repeat(3, 1), "starts": torch.zeros(3, dtype=torch.int64)}
@@ -371,7 +371,7 @@ def test_beside_a_quantised_target_weights_have_8_bits(
 
 
 def test_graphs_need_a_place() -> None:
-    with pytest.raises(ModelError, match="nowhere to keep graphs"):
+    with pytest.raises(ModelError, match="no place to keep graphs"):
         drafter(CASES["medusa"], runtime="onnx")
 
 

@@ -12,7 +12,7 @@ import torch
 from specflow.errors import ModelError
 from specflow.onnx import session as sessions
 from specflow.onnx.graphs import GraphSet, Precision
-from specflow.onnx.session import OnnxSession, Place, Slots, choose_providers
+from specflow.onnx.session import OnnxSession, Place, choose_providers
 
 CPU = Place(torch.device("cpu"), 1)
 
@@ -22,10 +22,10 @@ def graph(tmp_path: Path) -> Path:
     """A row is written into a slot, and all slots are added up."""
     with GraphSet(tmp_path, Precision("float32")) as graphs, graphs.graph("sum") as w:
         rows = w.input("rows", ("batch", 1, "rows", 2))
-        starts = w.input("starts", ("batch",), "INT64")
+        places = w.input("places", ("batch", 1, "rows", 3), "INT64")
         for kind in ("key", "value"):
             shape = ("batch", 1, "slots", 2)
-            present = w.op("TensorScatter", w.input(f"past_{kind}.0", shape), rows, starts, axis=2)
+            present = w.op("ScatterND", w.input(f"past_{kind}.0", shape), places, rows)
             w.output(present, f"present_{kind}.0", shape)
         total = w.op("ReduceSum", present, w.constant([2]), keepdims=0)
         w.output(total, "total", ("batch", 1, 2))
@@ -33,13 +33,14 @@ def graph(tmp_path: Path) -> Path:
 
 
 def feeds(batch: int, value: float, start: int = 0) -> dict[str, torch.Tensor]:
-    return {"rows": torch.full((batch, 1, 1, 2), value), "starts": torch.full((batch,), start)}
+    places = torch.tensor([[[[row, 0, start]]] for row in range(batch)])  # [B, 1, 1, 3]
+    return {"rows": torch.full((batch, 1, 1, 2), value), "places": places}
 
 
 class TestRun:
     def test_slots_are_updated_in_place(self, graph: Path) -> None:
         data = torch.zeros(1, 2, 2, 1, 4, 2)
-        found = OnnxSession(graph, CPU).run(feeds(2, 3.0, 1), {"total": (2, 1, 2)}, Slots(data, [0]))
+        found = OnnxSession(graph, CPU).run(feeds(2, 3.0, 1), {"total": (2, 1, 2)}, data)
         assert torch.equal(found["total"], torch.full((2, 1, 2), 3.0))
         assert torch.equal(data[0, 0, :, 0, :, 0], torch.tensor([[0.0, 3, 0, 0], [0, 3, 0, 0]]))
         assert float(data.sum()) == 3.0 * 8
@@ -47,22 +48,22 @@ class TestRun:
     def test_one_row_of_a_batch_is_not_taken_for_a_batch_of_one(self, graph: Path) -> None:
         """Both begin at one address and have one shape; the slots of the values lie elsewhere."""
         session, memory = OnnxSession(graph, CPU), torch.zeros(1, 2, 3, 1, 4, 2)
-        session.run(feeds(1, 1.0), {"total": (1, 1, 2)}, Slots(memory[:, :, :1], [0]))
+        session.run(feeds(1, 1.0), {"total": (1, 1, 2)}, memory[:, :, :1])
         alone = memory.view(-1)[:16].view(1, 2, 1, 1, 4, 2)
         memory.zero_()
-        session.run(feeds(1, 1.0), {"total": (1, 1, 2)}, Slots(alone, [0]))
+        session.run(feeds(1, 1.0), {"total": (1, 1, 2)}, alone)
         assert torch.equal(alone[0, 1, 0, 0, 0], torch.ones(2))
         assert float(memory.sum()) == 4.0, "nothing is written beside it"
 
     def test_outputs_that_are_not_wanted_are_not_given(self, graph: Path) -> None:
-        assert OnnxSession(graph, CPU).run(feeds(1, 1.0), {}, Slots(torch.zeros(1, 2, 1, 1, 4, 2), [0])) == {}
+        assert OnnxSession(graph, CPU).run(feeds(1, 1.0), {}, torch.zeros(1, 2, 1, 1, 4, 2)) == {}
 
     def test_many_caches_in_turn(self, graph: Path) -> None:
         session = OnnxSession(graph, CPU)
         caches = [torch.zeros(1, 2, 1, 1, 4, 2) for _ in range(20)]
         for turn in range(2):
             for number, data in enumerate(caches):
-                total = session.run(feeds(1, number + 1.0, turn), {"total": (1, 1, 2)}, Slots(data, [0]))["total"]
+                total = session.run(feeds(1, number + 1.0, turn), {"total": (1, 1, 2)}, data)["total"]
                 assert torch.equal(total, torch.full((1, 1, 2), (number + 1.0) * (turn + 1)))
 
 
@@ -77,17 +78,17 @@ class TestRefusals:
         ],
     )
     def test_wrong_inputs(self, graph: Path, changes: dict[str, torch.Tensor], message: str) -> None:
-        slots = Slots(torch.zeros(1, 2, 1, 1, 4, 2), [0])
+        slots = torch.zeros(1, 2, 1, 1, 4, 2)
         with pytest.raises(ModelError, match=message):
             OnnxSession(graph, CPU).run({**feeds(1, 1.0), **changes}, {"total": (1, 1, 2)}, slots)
 
     def test_a_missing_input(self, graph: Path) -> None:
-        with pytest.raises(ModelError, match="input 'starts' is missing"):
+        with pytest.raises(ModelError, match="input 'places' is missing"):
             OnnxSession(graph, CPU).run({"rows": torch.zeros(1, 1, 1, 2)}, {})
 
     def test_an_unknown_output(self, graph: Path) -> None:
         with pytest.raises(ModelError, match="there is no output 'sum'"):
-            OnnxSession(graph, CPU).run(feeds(1, 1.0), {"sum": (1, 1, 2)}, Slots(torch.zeros(1, 2, 1, 1, 4, 2), [0]))
+            OnnxSession(graph, CPU).run(feeds(1, 1.0), {"sum": (1, 1, 2)}, torch.zeros(1, 2, 1, 1, 4, 2))
 
     @pytest.mark.parametrize("content", [b"", b"no graph"])
     def test_a_file_that_is_no_graph(self, tmp_path: Path, content: bytes) -> None:

@@ -31,7 +31,7 @@ class LinearConfidence(nn.Module):
         weight: w.  # [1, H + r], or [1, H] without token rows
         bias: b.  # [1]
         token_rows: W1 of a corrector; None reads the hidden row alone.
-        temperatures: T_1, T_2, ...; none are 1.
+        temperatures: T_1, T_2, ...; those that are not given are 1.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class LinearConfidence(nn.Module):
             c_k.  # [...]
         """
         logits = self.logits(hidden, before)
-        return (logits / self.temperatures[step] if self.temperatures else logits).sigmoid()
+        heated = step < len(self.temperatures)
+        return (logits / self.temperatures[step] if heated else logits).sigmoid()
 
 
 def read_confidence(
