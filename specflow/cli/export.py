@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,13 +62,16 @@ def export(
     with working("loading torch"):
         from specflow.export.onnx import ExportPlan, export_onnx
 
+    if (asked := loaded.target.dtype) not in ("auto", dtype):
+        typer.echo(f"the recipe decodes in {asked}; the graphs are {dtype}, as --dtype says", err=True)
     plan = ExportPlan(loaded, frozenset(kept), dtype, proof_rounds, force)
     with _said_once():
         done = export_onnx(plan, output, working)
     if as_json:
         typer.echo(json.dumps({"manifest": done.manifest.model_dump(mode="json"), "seconds": done.seconds}))
     else:
-        _report(done, recipe)
+        chosen = [] if asked == "auto" and dtype == DTYPES[0] else [f"target.dtype={dtype}"]
+        _report(done, _run_again(recipe, [*(overrides or []), *chosen, "target.runtime=onnx"]))
 
 
 @contextmanager
@@ -119,10 +123,15 @@ def _without_drafters(recipe: Recipe, wanted: list[str]) -> list[str]:
     return wanted if has_network else [word for word in wanted if word != "drafter"]
 
 
-def _report(done: Exported, recipe: str) -> None:
+def _run_again(recipe: str, settings: list[str]) -> str:
+    """The command that decodes with what was exported."""
+    return shlex.join(["specflow", "run", recipe, *(word for each in settings for word in ("--set", each))])
+
+
+def _report(done: Exported, run_again: str) -> None:
     from rich.console import Console
 
-    manifest, console = done.manifest, Console(highlight=False, soft_wrap=True)
+    manifest, console = done.manifest, Console(highlight=False, soft_wrap=True, markup=False)
     console.print(_table(done))
     if (rounds := manifest.proof.rounds) is not None:
         drafted = f"{rounds.same_blocks} of {rounds.blocks} drafts and " if rounds.blocks else ""
@@ -139,7 +148,7 @@ def _report(done: Exported, recipe: str) -> None:
             f"{quality.most_perplexity_change:+.0%}){', forced' if manifest.forced else ''}"
         )
     console.print(_seconds(done), style="dim")
-    console.print(f"next: {_next(done, recipe)}")
+    console.print(f"next: {_next(done, run_again)}")
 
 
 def _seconds(done: Exported) -> str:
@@ -156,7 +165,7 @@ def _table(done: Exported) -> Table:
     from rich.table import Table
 
     precision = done.manifest.precision.name
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=str(done.folder), caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=f"in {done.folder}", caption_justify="left")
     table.add_column("graph")
     for name in ("MB", f"largest relative error, {precision}", "s"):
         table.add_column(name, justify="right")
@@ -178,10 +187,11 @@ def _error(manifest: Manifest, part: Part, graph: str) -> str:
     return f"{max(rows):.1e}" if rows else "-"
 
 
-def _next(done: Exported, recipe: str) -> str:
+def _next(done: Exported, run_again: str) -> str:
     """What to do with it."""
     part = next((part for part in done.manifest.parts if part.example is not None), None)
     if part is None:
-        return f"specflow run {recipe} --set target.runtime=onnx"
-    folder = done.folder / part.folder
-    return f"python {folder / 'run_drafter.py'} {done.folder / str(part.example)}"
+        return run_again
+    return shlex.join(
+        ["python", str(done.folder / part.folder / "run_drafter.py"), str(done.folder / str(part.example))]
+    )

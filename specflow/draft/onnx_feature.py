@@ -24,9 +24,8 @@ from specflow.draft.nn.attention import Sight, attention_biases
 from specflow.draft.nn.confidence import LinearConfidence
 from specflow.draft.nn.feature_step import FeatureNetwork, FeatureStep, Fusion, Pairs, StepRows
 from specflow.draft.onnx_loop import emit_odds
-from specflow.draft.onnx_target import borrowed_embedding, borrowed_head, precision_beside
+from specflow.draft.onnx_target import borrowed_embedding, borrowed_head, engine_graphs
 from specflow.draft.shapes import ShapeOptions
-from specflow.errors import ModelError
 from specflow.onnx.decoder import write_head
 from specflow.onnx.graphs import DraftFacts, OutputError, Precision
 from specflow.onnx.layers import PassGraph, Stream, add_norm, linear, norm
@@ -156,19 +155,12 @@ class FeatureGraphs:
         Raises:
             ModelError: Graphs are not written in this dtype, or there is no place for them.
         """
-        network, info = self._network, context.target.info
-        if context.graphs is None:
-            raise ModelError(
-                "draft.runtime", "onnx, and no place to keep graphs", "a cache directory", "set it to torch"
-            )
         identity = {
             "network": options.model_dump(exclude=set(_NOT_IN_GRAPHS)),
             "weights": weights_identity(options.weights, options.seed),
-            "target": (context.identify(), info.weights),
             "positions": self._num_positions,
         }
-        folder = context.graphs(identity, precision_beside(info), self.write)
-        return self._found(folder)
+        return self._found(engine_graphs(context, identity, self.write))
 
     def compare(self, folder: Path, precision: Precision, place: Place) -> Iterator[OutputError]:
         network, width = self._network, self._network.shape.hidden_size

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from specflow.draft.lm_steps import DraftRows
 from specflow.draft.nn.weights import SeededTensors
 from specflow.errors import ModelError
 from specflow.onnx.decoder import DecoderPart, write_decoder
-from specflow.onnx.graphs import DraftFacts, GraphSet, OutputError, Precision
+from specflow.onnx.graphs import DraftFacts, GraphSet, OutputError, Precision, difference
 from specflow.onnx.layers import linear
 from specflow.onnx.session import Place
 from specflow.target.architecture import NATIVE_FAMILIES, Architecture, native_refusal
@@ -49,7 +48,6 @@ __all__ = [
     "SharedLayersGraphs",
     "Way",
     "compare_passes",
-    "difference",
     "graph_target",
     "random_rows",
     "read_weights",
@@ -257,13 +255,7 @@ def compare_passes(
         one.keep(kept)
         two.keep(kept)
     for name, (largest, most) in found.items():
-        yield OutputError(way.graph, name, largest, largest / most if most else largest, inputs)
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference; infinite where either is not finite."""
-    largest = float((found.double() - expected.double()).abs().max())
-    return largest if isfinite(largest) else inf
+        yield OutputError.scaled((way.graph, name), largest, most, inputs)
 
 
 def _passes(tokens: Tensor) -> Iterator[tuple[Tensor, Tensor | None, tuple[int, ...]]]:

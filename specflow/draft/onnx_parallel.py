@@ -18,10 +18,9 @@ from torch import Tensor
 from specflow.draft.checkpoint import weights_identity
 from specflow.draft.onnx_corrector import OnnxCorrector, compare_corrector, write_corrector
 from specflow.draft.onnx_loop import DraftHeads, Emitted, emit_draft
-from specflow.draft.onnx_target import precision_beside
+from specflow.draft.onnx_target import engine_graphs
 from specflow.draft.parallel import MarginalModel, Marginals
 from specflow.draft.shapes import ShapeOptions
-from specflow.errors import ModelError
 from specflow.onnx.graphs import DraftFacts, GraphSet, OutputError
 from specflow.onnx.session import OnnxSession, Place
 
@@ -136,13 +135,11 @@ class ParallelGraphs:
         if heads.corrector is not None:
             yield from compare_corrector(heads.corrector, network.hidden_size, folder, precision, place)
         yield from network.compare(folder, precision, place)
-        sessions = {name: OnnxSession(folder / f"{name}.onnx", place) for name in (network.name, *_ROUNDS)}
+        passes = [path.stem for path in sorted(folder.glob(f"{network.name}*.onnx"))]  # with the head, and without it
+        sessions = {name: OnnxSession(folder / f"{name}.onnx", place) for name in (*passes, *_ROUNDS)}
         for trial in network.trials(folder, precision, place):
-            size = trial.marginals.logits.shape
-            wanted = {"scored": (*size[:2], network.hidden_size), "logits": tuple(size)}
-            found = sessions[network.name].run(trial.feeds, wanted, trial.slots)
-            yield OutputError.between((network.name, "scored"), found["scored"], trial.marginals.hidden)
-            yield OutputError.between((network.name, "logits"), found["logits"], trial.marginals.logits)
+            for name in passes:
+                yield from _compare_pass(name, sessions[name], trial)
             for name in _ROUNDS:
                 yield from self._compare_round(name, sessions[name], trial)
 
@@ -178,25 +175,27 @@ class ParallelGraphs:
         Raises:
             ModelError: Graphs are not written in this dtype, there is no place for them, or they cannot be run.
         """
-        info = context.target.info
-        if context.graphs is None:
-            raise ModelError(
-                "draft.runtime", "onnx, and no place to keep graphs", "a cache directory", "set it to torch"
-            )
         identity = {
             "network": options.model_dump(exclude=set(_NOT_IN_GRAPHS)),
             "weights": weights_identity(options.weights, options.seed),
-            "target": (context.identify(), info.weights),
             "positions": model.most_positions,
             "depth": model.most_depth,
         }
-        place = Place(info.device, context.threads)
-        folder = context.graphs(identity, precision_beside(info), self.write)
+        folder, place = engine_graphs(context, identity, self.write), Place(context.target.info.device, context.threads)
         model.take_graphs(folder, place)
         return None if self._heads.corrector is None else OnnxCorrector(folder, place)
 
 
 _ROUNDS = ("draft", "draft_sampled")
+
+
+def _compare_pass(name: str, session: OnnxSession, trial: Trial) -> Iterator[OutputError]:
+    """A pass of the network, against torch."""
+    true = {"scored": trial.marginals.hidden, "logits": trial.marginals.logits}
+    wanted = {output: tuple(value.shape) for output, value in true.items() if output in session.outputs}
+    found = session.run(trial.feeds, wanted, trial.slots)
+    for output in wanted:
+        yield OutputError.between((name, output), found[output], true[output])
 
 
 def _along(heads: DraftHeads, trial: Trial, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

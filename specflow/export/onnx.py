@@ -1,7 +1,6 @@
 """From a recipe to a folder of ONNX graphs that compute the same, with the proof that they do.
 
-Everything is built in a folder beside the output and renamed at the end: a failed proof, an error or an interruption
-leaves nothing.
+Everything is built in a folder of its own and let out at the end; see `folder`.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from specflow.bench.data import PromptRow, read_prompts
 from specflow.draft.onnx_lm import LanguageModelGraphs, Way
-from specflow.errors import DataError, ModelError
+from specflow.errors import ModelError
+from specflow.export.folder import building, release
 from specflow.export.manifest import (
     ErrorRow,
     FileEntry,
@@ -54,7 +53,7 @@ from specflow.export.proof import (
 )
 from specflow.export.rounds import Rounds, compare_rounds, first_block
 from specflow.export.standalone import EXAMPLE, SCRIPT, script_for, write_example
-from specflow.files import claim_directory, file_sha256
+from specflow.files import file_sha256
 from specflow.onnx.decoder import write_decoder
 from specflow.onnx.graphs import DraftFacts, GraphSet, Precision
 from specflow.provenance import Provenance, package_version
@@ -144,7 +143,7 @@ def export_onnx(plan: ExportPlan, output: Path, step: Step) -> Exported:
             yield
         seconds[what] = seconds.get(what, 0.0) + perf_counter() - began
 
-    with _building(output) as work:
+    with building(output) as work:
         folder = work / "export"
         folder.mkdir()
         with timed(f"loading {plan.recipe.target.model}"):
@@ -152,7 +151,7 @@ def export_onnx(plan: ExportPlan, output: Path, step: Step) -> Exported:
             networks = open_networks(models) if "drafter" in plan.what else []
         manifest = _Job(plan, models, networks, timed).run()
         write_manifest(manifest, folder)
-        _release(folder, output)
+        release(folder, output)
     return Exported(manifest, output, seconds)
 
 
@@ -358,40 +357,3 @@ def _precision(precision: Precision) -> PrecisionEntry:
 def _rounds_entry(found: Comparison) -> RoundsEntry:
     values = {name: getattr(found, name) for name in RoundsEntry.model_fields}
     return RoundsEntry.model_validate(values | {"near_ties": tuple(found.near_ties)})
-
-
-@contextmanager
-def _building(output: Path) -> Iterator[Path]:
-    """A folder of this export alone beside the output, gone at the end; what stood at the output stands again.
-
-    Raises:
-        DataError: The output is taken, or cannot be written.
-    """
-    fresh = not output.exists()
-    claim_directory(output)
-    work = output.resolve().parent / f".{output.resolve().name}.{uuid.uuid4().hex}"
-    try:
-        work.mkdir()
-        yield work
-    except OSError as error:
-        raise DataError(str(output), f"cannot write: {error.strerror or error}", "a disk with room") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        if fresh:
-            with suppress(OSError):
-                output.rmdir()  # where it is still empty
-
-
-def _release(folder: Path, output: Path) -> None:
-    """Give the finished folder its name, unless another export was faster.
-
-    Raises:
-        DataError: One was.
-    """
-    try:
-        with suppress(FileNotFoundError):
-            output.rmdir()
-        folder.rename(output)
-    except OSError as error:
-        found = "another export finished here first; its files stand"
-        raise DataError(str(output), found, "a folder of its own for every export") from error

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specflow.draft.network import NetworkDrafter
-from specflow.draft.onnx_lm import difference
 from specflow.engine import Engine, EngineParts
 from specflow.length import Fixed
-from specflow.onnx.graphs import OutputError
+from specflow.onnx.graphs import OutputError, difference
 from specflow.sampling import lowest_argmax
 from specflow.types import PAD, Sampling, Verdict
 from specflow.verify import Match

@@ -26,10 +26,7 @@ __all__ = ["EXAMPLE", "SCRIPT", "script_for", "write_example"]
 
 SCRIPT, EXAMPLE = "run_drafter.py", "example.npz"
 
-_HEAD = '''"""Drafts a block from what the target left of a text: {reads}.
-
-    python run_drafter.py example.npz
-
+_HEAD = '''"""Drafts a block from what the target left of a text, its {reads}: python run_drafter.py example.npz
 What every input is, and how a round feeds the graphs, stands in manifest.json one folder up. """
 
 import sys
@@ -40,19 +37,31 @@ import onnxruntime
 
 HERE = Path(__file__).resolve().parent
 K = {k}  # draft tokens of a block
-VOCAB_SIZE = {vocab_size}
-WINDOW = {window}  # positions that layers with a sliding window see
 FLOATS = np.{floats}
-onnxruntime.set_default_logger_severity(3)
+{constants}onnxruntime.set_default_logger_severity(3)
 
 
 def load(name):
     return onnxruntime.InferenceSession(str(HERE / f"{{name}}.onnx"), providers=["CPUExecutionProvider"])
 
 
+def read(path):
+    """Of another text what example.npz holds; there are rows for all its tokens but the anchor, the last one."""
+    data, example = dict(np.load(path)), np.load(HERE / "example.npz")
+    rows = max(1, len(data.get("tokens", ())) - 1)
+    for name, like in example.items():
+        shape = (rows + 1,) if name == "tokens" else (*like.shape[:-2], rows, like.shape[-1])
+        if name not in data or data[name].shape != shape:
+            found = ", ".join(f"{{each}} {{data[each].shape}}" for each in data)
+            sys.exit(f"{{path}}: expected {{name}} {{shape}}, found {{found}}")
+    return data
+
+'''
+
+_PASSES = '''
 def empty_slots(session, count):
     past = [value for value in session.get_inputs() if value.name.startswith("past_")]
-    return {{value.name: np.zeros((1, value.shape[1], count, value.shape[3]), FLOATS) for value in past}}
+    return {value.name: np.zeros((1, value.shape[1], count, value.shape[3]), FLOATS) for value in past}
 
 
 def chain_bias(start, rows, count, window=None):
@@ -65,14 +74,13 @@ def chain_bias(start, rows, count, window=None):
 def run(session, slots, start, rows, **feeds):
     """One pass over rows above the committed ones; the slots are updated."""
     count = next(iter(slots.values())).shape[2]
-    feeds.setdefault("positions", start + np.arange(rows)[None])
-    feeds.setdefault("bias", chain_bias(start, rows, count))
-    feeds.setdefault("bias_windowed", chain_bias(start, rows, count, WINDOW))
-    feeds |= {{"starts": np.array([start]), "scored": np.array([rows - 1]), **slots}}
+    usual = {"bias": chain_bias(start, rows, count), "bias_windowed": chain_bias(start, rows, count, WINDOW)}
+    usual |= {"positions": start + np.arange(rows)[None], "starts": np.array([start]), "scored": np.array([rows - 1])}
+    feeds = {**usual, **slots, **feeds}
     wanted = [value.name for value in session.get_outputs() if not value.name.startswith("tap.")]
-    taken = {{value.name: feeds[value.name] for value in session.get_inputs()}}
+    taken = {value.name: feeds[value.name] for value in session.get_inputs()}
     found = dict(zip(wanted, session.run(wanted, taken), strict=True))
-    slots.update({{f"past_{{name[8:]}}": found[name] for name in found if name.startswith("present_")}})
+    slots.update({f"past_{name[8:]}": found[name] for name in found if name.startswith("present_")})
     return found
 
 '''
@@ -80,7 +88,7 @@ def run(session, slots, start, rows, **feeds):
 _TAIL = """
 
 if __name__ == "__main__":
-    print(*draft(np.load(sys.argv[1])))
+    print(*draft(read(sys.argv[1]))) if len(sys.argv) == 2 else sys.exit(__doc__)
 """
 
 _MODEL = """
@@ -166,9 +174,8 @@ def draft(data):
     context, block, committed = load("context"), load("draft"), len(tokens) - 1
     slots = empty_slots(context, count := committed + BLOCK_SIZE)
     run(context, slots, 0, committed, features=features)
-    feeds = {"anchors": tokens[-1:], "bias": block_bias(committed, count, False)}
-    if WINDOW is not None:
-        feeds["bias_windowed"] = block_bias(committed, count, True)
+    bias, windowed = (block_bias(committed, count, each) for each in (False, WINDOW is not None))
+    feeds = {"anchors": tokens[-1:], "bias": bias, "bias_windowed": windowed}
     return run(block, slots, committed, BLOCK_SIZE, **feeds)["tokens"][0, :K].tolist()
 '''
 
@@ -191,14 +198,11 @@ def script_for(graphs: Sequence[str], facts: DraftFacts, floats: str, k: int, vo
         k: Draft tokens of a block.
         vocab_size: The target's.
     """
-    reads = "tokens and key and value rows of its cache" if facts.target_cache else "tokens and features"
-    if DRAFT_MODEL in graphs:
-        reads = "tokens"
-    said = {"reads": reads, "k": k, "vocab_size": vocab_size, "window": facts.window, "floats": floats}
-    table = f"np.load(HERE / {'to_target.npy'!r})" if facts.to_target is not None else "np.arange(VOCAB_SIZE)"
+    reads = "tokens and key and value rows" if facts.target_cache else "tokens and features"
+    table = f"np.load(HERE / {'to_target.npy'!r})" if facts.to_target is not None else f"np.arange({vocab_size})"
     own: dict[str, object] = {}
     if DRAFT_MODEL in graphs:
-        body = _MODEL
+        reads, body, own = "tokens", _MODEL, {"VOCAB_SIZE": vocab_size}
     elif DRAFT_LAYERS in graphs:
         body = _LAYERS
     elif "context" in graphs:
@@ -210,9 +214,11 @@ def script_for(graphs: Sequence[str], facts: DraftFacts, floats: str, k: int, vo
         body, own = _STEP, {"TO_TARGET": table}
         if facts.num_layers > 1:
             body, own = _SERIAL, {"NUM_MODULES": facts.num_layers, **own}
+    passes = ""
+    if body != _HEADS:
+        passes, own = _PASSES, {"WINDOW": f"{facts.window}  # positions that layers with a sliding window see", **own}
     constants = "".join(f"{name} = {value}\n" for name, value in own.items())
-    head = _HEAD.format(**said)
-    return head.replace("onnxruntime.set", f"{constants}onnxruntime.set", 1) + body + _TAIL
+    return _HEAD.format(reads=reads, k=k, floats=floats, constants=constants) + passes + body + _TAIL
 
 
 @torch.inference_mode()

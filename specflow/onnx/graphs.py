@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, get_args
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from specflow.onnx.quantize import QuantForm
     from specflow.onnx.session import Place
 
-__all__ = ["DraftFacts", "GraphFinder", "GraphSet", "NetworkGraphs", "OutputError", "Precision"]
+__all__ = ["DraftFacts", "GraphFinder", "GraphSet", "NetworkGraphs", "OutputError", "Precision", "difference"]
 
 WEIGHTS = "weights.bin"
 """File of a folder's weights."""
@@ -107,9 +108,21 @@ class OutputError:
     @classmethod
     def between(cls, output: tuple[str, str], found: Tensor, true: Tensor, inputs: str = "random") -> OutputError:
         """The error of one output of one graph (their names), given what torch makes of the same inputs."""
-        largest = float((found.double() - true.double()).abs().max())
-        scale = float(true.double().abs().max())
-        return cls(*output, largest, largest / scale if scale else largest, inputs)
+        return cls.scaled(output, difference(found, true), float(true.abs().max()), inputs)
+
+    @classmethod
+    def scaled(cls, output: tuple[str, str], largest: float, most: float, inputs: str = "random") -> OutputError:
+        """The same from the largest absolute difference and the largest absolute value of torch's output."""
+        return cls(*output, largest, largest / most if 0 < most < inf else largest, inputs)
+
+
+def difference(found: Tensor, true: Tensor) -> float:
+    """The largest absolute difference; infinite where either is not finite.
+
+    What is not a number would be lost among numbers: it is larger than none of them.
+    """
+    largest = float((found.double() - true.double()).abs().max())
+    return largest if isfinite(largest) else inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,7 @@ class GraphWriter:
         """A weight, in the weight file where it is large. Torch tensors take the type of activations."""
         name = ".".join([*self._scopes, name]) if scoped else name
         if name in self._constants:
+            assert tuple(self._constants[name].dims) == tuple(tensor.shape), f"two weights are called {name}"
             return name
         proto = _tensor_proto()(name=name)
         if isinstance(tensor, Tensor):

@@ -150,3 +150,32 @@ def test_slots_that_were_given_back_are_taken_again_by_all_views() -> None:
 def test_no_room_beyond_the_capacity() -> None:
     with pytest.raises(AssertionError, match="65 positions in a cache for 64"):
         make_cache(capacity=20).make_room(65)
+
+
+def test_a_trimmed_cache_grows_as_it_fills_and_loses_nothing() -> None:
+    cache = make_cache(batch=2, capacity=300)
+    cache.trim(64)
+    view = cache.row(1)
+    assert (cache.data.shape[4], cache.capacity) == (64, 320)
+    write(cache, 1, [1, 2, 3])
+    cache.keep([0, 2])
+    for positions, slots in ((64, 64), (65, 128), (200, 256), (320, 320)):
+        view.make_room(positions)
+        assert cache.data.shape[4] == view.data.shape[4] == slots
+    assert held(cache, 1) == [1, 2]
+    with pytest.raises(AssertionError, match="321 positions"):
+        cache.make_room(321)
+
+
+def test_a_small_cache_is_not_copied_to_be_trimmed() -> None:
+    cache = make_cache()
+    before = cache.data.data_ptr()
+    cache.trim()
+    assert cache.data.data_ptr() == before
+
+
+def test_what_is_committed_is_not_trimmed_away() -> None:
+    cache = make_cache(capacity=200)
+    cache.keep([100, 0, 0])
+    with pytest.raises(AssertionError, match="100 committed rows"):
+        cache.trim(64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,24 @@ def test_quality_is_printed_with_its_limits(tiny: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "quality against float32: 9" in done.stdout.replace("100.0%", "99.9%")
     assert "(at least 95%), perplexity" in done.stdout
-    assert done.stdout.splitlines()[-1] == "next: specflow run vanilla --set target.runtime=onnx"
+    settings = f"--set target.model={tiny} --set target.dtype=float16 --set target.runtime=onnx"
+    assert done.stdout.splitlines()[-1] == f"next: specflow run vanilla {settings}"
+
+
+def test_what_to_do_next_can_be_pasted(tiny: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "a [b] c"
+    done = export(tiny, "medusa", "-o", str(odd))
+    assert done.exit_code == 0, done.output
+    script, example = odd / "drafter" / "run_drafter.py", odd / "drafter" / "example.npz"
+    assert shlex.split(done.stdout.splitlines()[-1]) == ["next:", "python", str(script), str(example)]
+    assert f"in {odd}" in done.stdout
+
+
+def test_another_dtype_than_the_recipes_is_said(tiny: Path, tmp_path: Path) -> None:
+    done = export(tiny, "vanilla", "-o", str(tmp_path / "out"), "--set", "target.dtype=float64")
+    assert done.exit_code == 0, done.output
+    assert "the recipe decodes in float64; the graphs are float32, as --dtype says" in done.stderr
+    assert "target.dtype=float32" in done.stdout.splitlines()[-1]
 
 
 def test_json_holds_the_manifest_and_the_seconds(tiny: Path, tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ def test_it_follows_the_formula(with_tokens: bool, bias: bool, temperatures: tup
             assert float(got[b]) == pytest.approx(1 / (1 + exp(-z)), abs=1e-12)
 
 
+def test_positions_behind_the_last_temperature_have_none() -> None:
+    hidden, before = torch.ones(1, H, dtype=torch.float64), torch.tensor([4])
+    plain, heated = (read_confidence(reader(H), H, temperatures=heats) for heats in ((), (0.5,)))
+    assert not torch.equal(heated(hidden, before, 0), plain(hidden, before, 0))
+    assert torch.equal(heated(hidden, before, 1), plain(hidden, before, 1))
+
+
 def test_rows_of_a_tree_have_the_values_they_have_alone() -> None:
     head = read_confidence(reader(H + R), H, True, (embed, R))
     hidden = torch.randn(2, 4, H, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

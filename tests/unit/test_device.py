@@ -1,4 +1,4 @@
-"""Threads of torch while another runtime has the CPU."""
+"""Devices by name, and threads of torch while another runtime has the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from families import make_onnx
 from tiny import NumberText, tiny_model, tiny_target
 
 from specflow.build import LoadedTarget, build_engine
-from specflow.device import with_threads
+from specflow.device import find_device, with_threads
+from specflow.errors import ModelError
 from specflow.recipe import load_recipe
 from specflow.target.base import Target
 from specflow.types import Sampling
@@ -21,6 +22,15 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert find_device("auto", "target.device") == torch.device("cuda")
+    assert find_device("cuda:1", "target.device") == torch.device("cuda:1")
+    with pytest.raises(ModelError, match=r"target\.device: cuda:2 is not available here"):
+        find_device("cuda:2", "target.device")
 
 
 def counted() -> Iterator[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,15 +75,20 @@ def files_of(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): file_sha256(path) for path in folder.rglob("*") if path.is_file()}
 
 
-def run_script(folder: Path, part: Part) -> list[int]:
-    """What the script drafts from its example, in a Python that cannot import torch or SpecFlow."""
+def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a drafter's script in a Python that cannot import torch or SpecFlow."""
     program = (
         "import sys, runpy\n"
         "for name in ('torch', 'specflow', 'onnx', 'transformers'): sys.modules[name] = None\n"
-        f"sys.argv = ['run_drafter.py', {str(folder / str(part.example))!r}]\n"
-        f"runpy.run_path({str(folder / part.folder / 'run_drafter.py')!r}, run_name='__main__')\n"
+        f"sys.argv = ['run_drafter.py', *{words!r}]\n"
+        f"runpy.run_path({str(folder / 'run_drafter.py')!r}, run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, timeout=60)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, timeout=60)
+
+
+def run_script(folder: Path, part: Part) -> list[int]:
+    """What the script drafts from its example."""
+    done = script(folder / part.folder, str(folder / str(part.example)))
     assert (done.returncode, done.stderr) == (0, "")
     return [int(word) for word in done.stdout.split()]
 
@@ -101,9 +108,9 @@ def test_an_export_is_whole_and_its_script_drafts_what_the_engine_drafts(case: s
     check_proof(manifest)
     for part, section in zip(manifest.parts[1:], networks, strict=True):
         assert (part.source, part.k) == (section.source, section.k)
-        script = (folder / part.folder / "run_drafter.py").read_text().splitlines()
-        assert len(script) < 80
-        assert max(map(len, script)) <= 120
+        lines = (folder / part.folder / "run_drafter.py").read_text().splitlines()
+        assert len(lines) < 80
+        assert max(map(len, lines)) <= 120
         assert part.drafted
         assert run_script(folder, part) == list(part.drafted)
 
@@ -200,6 +207,18 @@ def test_poor_quality_is_refused_unless_it_is_forced(
     assert "--force" in caught.value.hint
     assert not list(tmp_path.iterdir())
     assert export_onnx(plan(tiny, "vanilla", "int8", force=True), tmp_path / "out", quiet).manifest.forced
+
+
+@pytest.mark.parametrize(
+    "case", ["eagle3", "dspark", "medusa", "mtp_serial", "small_model", "early_exit", "two_networks"]
+)
+def test_the_target_alone_is_proven_with_the_drafts_of_torch(case: str, tiny: Path, tmp_path: Path) -> None:
+    manifest = export_onnx(plan(tiny, case, what=frozenset({"target"})), tmp_path / "out", quiet).manifest
+    assert [part.folder for part in manifest.parts] == ["target"]
+    rounds = manifest.proof.rounds
+    assert rounds is not None
+    assert (rounds.rounds, rounds.same_choices) == (6, rounds.choices)
+    assert rounds.blocks > 0
 
 
 def test_drafts_in_another_precision_need_no_quality(tiny: Path, tmp_path: Path) -> None:
@@ -300,6 +319,35 @@ def test_an_interruption_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         export_onnx(plan(tiny, "vanilla"), tmp_path / "out", stop)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_is_removed_a_day_later(tiny: Path, tmp_path: Path) -> None:
+    old, young, others = (tmp_path / f".{name}" for name in (f"out.{'a' * 32}", f"out.{'b' * 32}", f"outer.{'a' * 32}"))
+    for folder in (old, young, others):
+        folder.mkdir()
+        (folder / "weights.bin").write_bytes(b"half")
+    for folder in (old, others):
+        os.utime(folder, (0, 0))
+    export_onnx(plan(tiny, "vanilla"), tmp_path / "out", quiet)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", young.name, others.name}
+
+
+@pytest.mark.parametrize("case", ["eagle3", "dspark", "medusa", "small_model", "layer_skip"])
+def test_the_script_says_what_is_wrong_with_its_input(case: str, tiny: Path, tmp_path: Path) -> None:
+    part = export_onnx(plan(tiny, case, what=frozenset({"drafter"})), tmp_path / "out", quiet).manifest.parts[0]
+    good = dict(np.load(tmp_path / "out" / str(part.example)))
+    name = next(reversed(good))
+    narrow = {**good, name: good[name][..., :-1]}
+    missing = {each: rows for each, rows in good.items() if each != name}
+    for bad in (narrow, missing):
+        np.savez(tmp_path / "bad.npz", **bad)  # type: ignore[arg-type]
+        done = script(tmp_path / "out" / part.folder, str(tmp_path / "bad.npz"))
+        assert (done.returncode, done.stdout) == (1, "")
+        shape = re.escape(str(good[name].shape))
+        right = rf"expected {re.escape(name)} {shape}, found" if name != "tokens" else "expected (tokens|features)"
+        assert re.search(right, done.stderr), done.stderr
+        assert "Traceback" not in done.stderr
+    assert "python run_drafter.py example.npz" in script(tmp_path / "out" / part.folder).stderr
 
 
 def test_a_target_that_graphs_do_not_compute_is_refused_with_the_reason(tiny: Path, tmp_path: Path) -> None:

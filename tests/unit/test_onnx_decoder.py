@@ -11,7 +11,7 @@ import torch
 from families import NATIVE, gap, make_model, make_native, make_onnx, make_tokens, prefill, score
 
 from specflow.onnx.decoder import DecoderPart, write_decoder, write_head
-from specflow.onnx.graphs import GraphSet, Precision
+from specflow.onnx.graphs import GraphSet, OutputError, Precision
 from specflow.onnx.layers import linear_of
 from specflow.onnx.store import GraphStore
 from specflow.onnx.writer import CONTRIB, OPSET
@@ -122,3 +122,23 @@ def test_quantised_graphs_stay_near(dtype: str, tmp_path: Path) -> None:
 def test_packed_layers_are_refused() -> None:
     with pytest.raises(AssertionError, match="load the layers unpacked"):
         linear_of(None, "rows", (torch.empty(0), None), "name")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_an_error_that_is_no_number_is_the_worst_of_all(broken: float, side: int) -> None:
+    pair = [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])]
+    pair[side][1] = broken
+    sound = OutputError.between(("graph", "sound"), torch.ones(2), torch.tensor([1.0, 2.0]))
+    assert sound.relative == 0.5
+    for order in (1, -1):
+        errors = [sound, OutputError.between(("graph", "broken"), *pair), sound][::order]
+        assert max(errors, key=lambda error: error.relative).output == "broken"
+
+
+def test_two_weights_of_one_name_are_refused(tmp_path: Path) -> None:
+    with GraphSet(tmp_path, Precision("float32")) as graphs, graphs.graph("twice") as w:
+        w.weight(torch.ones(3), "gain")
+        w.weight(torch.ones(3), "gain")
+        with pytest.raises(AssertionError, match="two weights are called gain"):
+            w.weight(torch.ones(4), "gain")

@@ -247,6 +247,19 @@ def test_graphs_are_written_again_only_for_what_changes_them(tmp_path: Path) -> 
     assert [folders.index(folder) for folder in folders] == [0, 0, 0, 3, 4]
 
 
+def test_beside_a_quantised_target_weights_have_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TARGET, "info", replace(TARGET.info, weights="int4"))
+    drafter: Any = built(CASES["eagle3-reduced"], "onnx", graph_home(tmp_path))
+    (folder,) = (tmp_path / "graphs" / "onnx").iterdir()
+    for name in ("fusion", "step", "head"):
+        kinds = {node.op_type for node in onnx.load(folder / f"{name}.onnx", load_external_data=False).graph.node}
+        assert "MatMulNBits" in kinds
+    layers: Any = built(CASES["eagle3-reduced"], "torch", None)
+    for model in (drafter._model, layers._model):
+        begin(model, (7,))
+    assert_near(chain(drafter._model, 1), chain(layers._model, 1), relative=0.1)
+
+
 def test_graphs_need_a_place_and_a_dtype() -> None:
     with pytest.raises(ModelError, match=r"draft\.runtime.*no place"):
         built(CASES["mtp"], "onnx", None)

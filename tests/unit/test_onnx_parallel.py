@@ -111,9 +111,19 @@ def test_every_output_is_torchs(name: str, tmp_path: Path) -> None:
         seen.add((error.graph, error.output))
     expected = {(graph, output) for graph in ("draft", "draft_sampled") for output in ("tokens", "logits")}
     expected |= {(names[0] if "heads" in names else "block", output) for output in ("scored", "logits")}
+    expected |= {(graph, "scored") for graph in ("block_scored", "heads_scored") if graph in names}
     assert expected <= seen
     assert ("corrector" in names) == (name in CORRECTED) == (("corrector", "bias") in seen)
     assert (("draft", "confidence") in seen) == bool(CASES[name][1].get("confidence_head", CASES[name][0] is DSPARK))
+
+
+@pytest.mark.parametrize("heats", [(2.0,), (0.5, 2.0, 3.0, 1.5)])
+def test_positions_behind_the_last_temperature_have_none(heats: tuple[float, ...], tmp_path: Path) -> None:
+    """A block may be wider than what is drafted of it."""
+    made = network((DSPARK, {**SPARK, "block_size": 8, "temperatures": heats}), k=len(heats))
+    write(made, tmp_path)
+    errors = {each.output: each.relative for each in made.compare(tmp_path, SINGLE, CPU)}
+    assert errors["confidence"] < 1e-4
 
 
 def test_a_wrong_graph_is_noticed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,22 @@ class TestRun:
                 total = session.run(feeds(1, number + 1.0, turn), {"total": (1, 1, 2)}, data)["total"]
                 assert torch.equal(total, torch.full((1, 1, 2), (number + 1.0) * (turn + 1)))
 
+    def test_nothing_in_gives_nothing_out(self, graph: Path) -> None:
+        """Neither has an address that the runtime would take."""
+        given = {"rows": torch.zeros(0, 1, 1, 2), "places": torch.zeros(0, 1, 1, 3, dtype=torch.int64)}
+        total = OnnxSession(graph, CPU).run(given, {"total": (0, 1, 2)}, torch.zeros(1, 2, 0, 1, 4, 2))["total"]
+        assert total.shape == (0, 1, 2)
+
+    def test_bindings_in_use_are_kept(self, graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sessions, "_MOST_BINDINGS", 2)
+        session, (one, *others) = OnnxSession(graph, CPU), [torch.zeros(1, 2, 1, 1, 4, 2) for _ in range(4)]
+        session.run(feeds(1, 1.0), {}, one)
+        binding = next(iter(session._bindings.values()))
+        for data in others:
+            session.run(feeds(1, 1.0), {}, data)
+            session.run(feeds(1, 1.0), {}, one)
+        assert binding in session._bindings.values()
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -100,6 +117,13 @@ class TestRefusals:
         with pytest.raises(ModelError, match="does not run on mps"):
             OnnxSession(graph, Place(torch.device("mps")))
 
+    def test_memory_of_a_device_that_the_runtime_cannot_reach(
+        self, graph: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+        with pytest.raises(ModelError, match="nothing but CPUs for cuda"):
+            OnnxSession(graph, Place(torch.device("cuda")))
+
 
 class TestProviders:
     def test_cpu(self) -> None:
@@ -123,3 +147,10 @@ class TestProviders:
         assert session.providers == ["CPUExecutionProvider"]
         lines: list[Any] = [record.getMessage() for record in caplog.records]
         assert lines == ["sum.onnx: CUDAExecutionProvider cannot be used here; CPUExecutionProvider runs it"]
+
+    @pytest.mark.parametrize(("stream", "given"), [(0, "1"), (77, "77")])
+    def test_it_shares_the_stream_of_torch(self, monkeypatch: pytest.MonkeyPatch, stream: int, given: str) -> None:
+        """The default one by the handle that says so: 0 would be a stream of the runtime's own."""
+        monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=stream))
+        options = sessions._provider_options("CUDAExecutionProvider", torch.device("cuda:1"))
+        assert options == {"device_id": 1, "user_compute_stream": given}

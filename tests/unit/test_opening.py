@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,45 @@ class TestAuto:
         with caplog.at_level(logging.WARNING):
             assert open_target(made).info.runtime == "native"
         assert "onnx is 3.00 times as fast" in caplog.text
+
+    def test_the_loser_is_gone_before_the_winner_is_opened_again(
+        self, made: Opening, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(opening, "_time", lambda target: 2.0 if target.info.runtime == "onnx" else 1.0)
+        opened: list[Any] = []
+        open_torch, open_onnx = opening._open_torch, opening._open_onnx
+
+        def note(opener: Any, asked: Opening) -> Any:
+            gc.collect()
+            assert not [each for each in opened if each() is not None]
+            target = opener(asked)
+            opened.append(weakref.ref(target))
+            return target
+
+        monkeypatch.setattr(opening, "_open_torch", partial(note, open_torch))
+        monkeypatch.setattr(opening, "_open_onnx", partial(note, open_onnx))
+        assert open_target(made).info.runtime == "native"
+        assert len(opened) == 3
+
+    @pytest.mark.parametrize("invariant", [None, False])
+    def test_a_runtime_that_fails_is_not_passed_over(
+        self, made: Opening, monkeypatch: pytest.MonkeyPatch, invariant: bool | None
+    ) -> None:
+        def fail(asked: Opening) -> Any:
+            raise ModelError("cache", "the disk is full")
+
+        monkeypatch.setattr(opening, "_open_onnx", fail)
+        with pytest.raises(ModelError, match="disk is full"):
+            open_target(replace(made, options=replace(made.options, row_invariant=invariant)))
+
+    def test_a_runtime_whose_rows_do_not_hold_is_named(
+        self, made: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("specflow.target.onnx.passes_agree", lambda target: False)
+        with caplog.at_level(logging.WARNING):
+            target = open_target(replace(made, options=replace(made.options, row_invariant=True)))
+        assert target.info.runtime == "native"
+        assert "onnx is no choice: passes of float32" in caplog.text
 
     def test_another_number_of_threads_is_another_question(self, made: Opening, tmp_path: Path) -> None:
         open_target(made)
