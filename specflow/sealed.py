@@ -218,7 +218,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def remembered_sha256(path: Path, root: Path | None = None) -> str:
     """SHA-256 of a file's bytes, noted in the cache: a large file is not read again at every run.
 
-    The note holds for one path, size and time. A file that changed a moment ago is hashed and not noted, because its
+    The note holds for one path, size and times. A file that changed a moment ago is hashed and not noted, because its
     next change may leave all three as they are.
 
     Args:
@@ -229,7 +229,7 @@ def remembered_sha256(path: Path, root: Path | None = None) -> str:
     """
     try:
         before = path.stat()
-        named = f"{path.resolve()} {before.st_size} {before.st_mtime_ns}"
+        named = f"{path.resolve()} {before.st_size} {before.st_mtime_ns} {before.st_ctime_ns}"
         note = (cache_dir() if root is None else root) / "digests" / hashlib.sha256(named.encode()).hexdigest()
         if (known := _noted(note)) is not None:
             return known

@@ -44,7 +44,7 @@ def search(
 
     if resume and output_dir is None:
         raise typer.BadParameter("--resume needs --output-dir", param_hint="--resume")
-    chosen = check_recipe(load_recipe(recipe, overrides or ()))
+    chosen = _in_torch(check_recipe(load_recipe(recipe, overrides or ())))
     prompts = _read_prompts(data, limit)
     plan = SearchPlan(trials, budget, seed, max_new_tokens)
     with working(f"loading {chosen.target.model}"):
@@ -63,6 +63,21 @@ def search(
     if interrupted:
         typer.echo(f"interrupted; continue with --resume -o {store.path}", err=True)
         raise typer.Exit(130)
+
+
+def _in_torch(recipe: Recipe) -> Recipe:
+    """The recipe with its target in torch, where a set of layers costs nothing to try.
+
+    Raises:
+        RecipeError: It asks for ONNX Runtime, where every set would be written and opened as a model of its own.
+    """
+    from specflow.errors import RecipeError
+
+    target = recipe.target
+    if target.runtime == "onnx" or target.quantization:
+        found = f"{target.runtime}, dtype {target.dtype}: every set of layers would be a graph of its own"
+        raise RecipeError("target.runtime", found, "torch", "search in torch; what it finds runs anywhere")
+    return recipe.model_copy(update={"target": target.model_copy(update={"runtime": "torch"})})
 
 
 def _read_prompts(data: list[Path], limit: int) -> list[list[dict[str, str]]]:

@@ -41,6 +41,9 @@ def engine_graphs(context: SourceContext, identity: Mapping[str, object], write:
         where, found = "draft.runtime", "onnx, and no place to keep graphs"
         raise ModelError(where, found, "a cache directory", "set draft.runtime: torch")
     info = context.target.info
+    if info.dtype == torch.float64 or (info.dtype == torch.bfloat16 and info.device.type == "cpu"):
+        found = f"onnx, with a target in {str(info.dtype).removeprefix('torch.')} on {info.device}"
+        raise ModelError("draft.runtime", found, "float32 or float16 in ONNX Runtime", "set draft.runtime: torch")
     whole = {**identity, "target": (context.identify(), info.weights)}
     return context.graphs(whole, _precision_beside(info), write)
 

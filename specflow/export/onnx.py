@@ -255,7 +255,7 @@ class _Job:
             k = models.recipe.draft.k if models.recipe.draft is not None and self._networks else 0
             prompts = real_prompts(self._texts, max(1, models.loaded.target.info.context_length // 2))
             rounds = Rounds(prompts, self._plan.rounds, k, self._tolerance)
-            one, two = torch_decoder(models), graph_decoder(models, self._networks, target)
+            one, two = torch_decoder(models, self._networks), graph_decoder(models, self._networks, target)
             found = compare_rounds(one, two, models.loaded.codec, rounds)
             check_rounds(found, models.precision.name == "float32")
         self._note("rounds", found.errors())

@@ -156,15 +156,15 @@ def open_networks(models: Models) -> list[Network]:
     return found
 
 
-def torch_decoder(models: Models) -> Decoder:
-    """The recipe in torch, in float32."""
+def torch_decoder(models: Models, networks: Sequence[Network]) -> Decoder:
+    """The recipe in torch, in float32; like `graph_decoder` without drafts where no network is exported."""
     target = models.loaded.target
-    return Decoder(target, _sources(models, target), _combined(models))
+    return Decoder(target, _sources(models, target, "torch", networks), _combined(models))
 
 
 def graph_decoder(models: Models, networks: Sequence[Network], target: Target) -> Decoder:
     """The recipe over the graphs of the export."""
-    return Decoder(target, _sources(models, target, networks), _combined(models))
+    return Decoder(target, _sources(models, target, "onnx", networks), _combined(models))
 
 
 def first_decoder(models: Models, network: Network) -> Decoder:
@@ -240,18 +240,18 @@ def _write_part(models: Models, weights: ModelWeights, part: GraphPart) -> Path:
     return folder / f"{TARGET}.onnx"
 
 
-def _sources(models: Models, target: Target, networks: Sequence[Network] = ()) -> list[Drafter]:
-    """The sources of the recipe: over its graphs where a network is given, in torch without."""
+def _sources(models: Models, target: Target, runtime: str, networks: Sequence[Network]) -> list[Drafter]:
+    """All sources of the recipe; none where none of their networks is exported."""
     draft = models.recipe.draft
-    if draft is None or draft.k == 0:
+    if draft is None or draft.k == 0 or not networks:
         return []
-    made = {id(network.section): network for network in networks}
+    made = {id(network.section): network for network in networks} if runtime == "onnx" else {}
     found = []
     for section in draft.parts:
-        options, network = section.options, made.get(id(section))
+        options = section.options
         if "runtime" in type(options).model_fields:
-            options = options.model_copy(update={"runtime": "torch" if network is None else "onnx"})
-        context = _context(models, section, target, network)
+            options = options.model_copy(update={"runtime": runtime})
+        context = _context(models, section, target, made.get(id(section)))
         found.append(section.info.build(options, context))
     return found
 

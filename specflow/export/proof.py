@@ -99,14 +99,14 @@ def check_errors(errors: Iterable[OutputError], tolerance: float) -> list[Output
     found = list(errors)
     worst = max(found, key=lambda error: error.relative, default=None)
     if worst is not None and not worst.relative <= tolerance:
-        where = f"{worst.graph}.onnx: output {worst.output}"
+        where = f"{worst.graph}: output {worst.output}"
         text = f"{worst.relative:.1e} of its largest value from torch's on {worst.inputs} inputs"
         raise _failure(where, text, f"at most {tolerance:g}")
     return found
 
 
 def check_rounds(found: Comparison, precise: bool) -> None:
-    """Rounds in float32 are those of torch, but for near-ties.
+    """Rounds in float32 are those of torch, but for near-ties, and so are the logits on the way.
 
     Args:
         found: What was compared.
@@ -120,6 +120,8 @@ def check_rounds(found: Comparison, precise: bool) -> None:
     if precise and found.differences:
         shown = "; ".join(found.differences[:_SHOWN])
         raise _failure("rounds", f"{len(found.differences)} differences from torch: {shown}", "the same tokens")
+    if precise:
+        check_errors(found.errors(), TOLERANCES["float32"])
 
 
 def text_quality(models: Models, target: Target) -> QualityEntry:

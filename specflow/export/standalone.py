@@ -26,7 +26,7 @@ __all__ = ["EXAMPLE", "SCRIPT", "script_for", "write_example"]
 
 SCRIPT, EXAMPLE = "run_drafter.py", "example.npz"
 
-_HEAD = '''"""Drafts a block from what the target left of a text, its {reads}: python run_drafter.py example.npz
+_HEAD = '''"""Drafts a block from a text's {reads}, as a target left them: python run_drafter.py example.npz
 What every input is, and how a round feeds the graphs, stands in manifest.json one folder up. """
 
 import sys
@@ -52,8 +52,7 @@ def read(path):
     for name, like in example.items():
         shape = (rows + 1,) if name == "tokens" else (*like.shape[:-2], rows, like.shape[-1])
         if name not in data or data[name].shape != shape:
-            found = ", ".join(f"{{each}} {{data[each].shape}}" for each in data)
-            sys.exit(f"{{path}}: expected {{name}} {{shape}}, found {{found}}")
+            sys.exit(f"{{path}}: expected {{name}} {{shape}}, found {{ {{each: data[each].shape for each in data}} }}")
     return data
 
 '''
@@ -67,8 +66,7 @@ def empty_slots(session, count):
 def chain_bias(start, rows, count, window=None):
     """What is added to attention scores: 0 for a row itself and what is before it, -inf elsewhere."""
     held, at = np.arange(count), start + np.arange(rows)[:, None]
-    seen = (held <= at) & (held > at - (window or count + 1))
-    return np.where(seen, 0, -np.inf).astype(FLOATS)[None]
+    return np.where((held <= at) & (held > at - (window or count + 1)), 0, -np.inf).astype(FLOATS)[None]
 
 
 def run(session, slots, start, rows, **feeds):
@@ -76,9 +74,8 @@ def run(session, slots, start, rows, **feeds):
     count = next(iter(slots.values())).shape[2]
     usual = {"bias": chain_bias(start, rows, count), "bias_windowed": chain_bias(start, rows, count, WINDOW)}
     usual |= {"positions": start + np.arange(rows)[None], "starts": np.array([start]), "scored": np.array([rows - 1])}
-    feeds = {**usual, **slots, **feeds}
     wanted = [value.name for value in session.get_outputs() if not value.name.startswith("tap.")]
-    taken = {value.name: feeds[value.name] for value in session.get_inputs()}
+    taken = {value.name: (slots | usual | feeds)[value.name] for value in session.get_inputs()}
     found = dict(zip(wanted, session.run(wanted, taken), strict=True))
     slots.update({f"past_{name[8:]}": found[name] for name in found if name.startswith("present_")})
     return found
@@ -136,12 +133,11 @@ _SERIAL = """
 def draft(data):
     tokens, hidden = data["tokens"], data["features"].astype(FLOATS)[None]
     head, committed, depth = load("head"), len(tokens) - 1, min(K, NUM_MODULES, len(data["tokens"]) - 1)
-    modules, slots, known, scored = [], [], [], None
+    modules = [load(f"step_{j}" if (HERE / f"step_{j}.onnx").exists() else "step") for j in range(depth)]
+    slots, known, scored = [empty_slots(module, committed + 1) for module in modules], [], None
     for j in range(depth):  # module j is j positions behind the first one
-        modules.append(load(f"step_{j}" if (HERE / f"step_{j}.onnx").exists() else "step"))
-        slots.append(empty_slots(modules[j], committed + 1))
-        rows = committed - j
-        out = run(modules[j], slots[j], 0, rows, tokens=tokens[None, 1 + j :], hidden=hidden[:, :rows])
+        pair = {"tokens": tokens[None, 1 + j :], "hidden": hidden[:, : committed - j]}
+        out = run(modules[j], slots[j], 0, committed - j, **pair)
         hidden, scored = out["recycled"], out["scored"][:, -1:] if j == 0 else scored
         known.append(hidden[:, -1:])
     drafted, below = [], hidden[:, :0]
@@ -159,11 +155,8 @@ _BLOCK = '''
 def block_bias(start, count, windowed):
     """Slots of the block see the context within their window, and slots of the block up to so many ahead."""
     held, order = np.arange(count), np.arange(BLOCK_SIZE)[:, None]
-    ahead = held - start - order
-    most = 0 if (windowed if CAUSAL is None else CAUSAL) else count
-    if windowed and not FROM_ANCHOR:
-        most = min(most, WINDOW - 1)
-    seen = (held < start) | ((ahead <= most) & (held < start + BLOCK_SIZE))
+    most = 0 if (windowed if CAUSAL is None else CAUSAL) else WINDOW - 1 if windowed and not FROM_ANCHOR else count
+    seen = (held < start) | (held - start - order <= most)
     if windowed:
         seen &= (held >= start) | (held >= start - WINDOW) if FROM_ANCHOR else held > start + order - WINDOW
     return np.where(seen, 0, -np.inf).astype(FLOATS)[None]
@@ -207,7 +200,7 @@ def script_for(graphs: Sequence[str], facts: DraftFacts, floats: str, k: int, vo
         body = _LAYERS
     elif "context" in graphs:
         body = _BLOCK
-        own = {"BLOCK_SIZE": facts.block_size, "CAUSAL": facts.causal, "FROM_ANCHOR": facts.window_from_anchor}
+        own = {"BLOCK_SIZE": facts.block_size, "CAUSAL, FROM_ANCHOR": f"{facts.causal}, {facts.window_from_anchor}"}
     elif "draft" in graphs:
         body = _HEADS
     else:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specflow.errors import ModelError
+from specflow.errors import MissingExtra, ModelError
 from specflow.onnx.writer import onnx_type
 
 __all__ = ["OnnxSession", "Place", "choose_providers"]
@@ -35,6 +35,8 @@ _PROVIDERS: Mapping[str, tuple[str, ...]] = {
 _HOST = "CPUExecutionProvider"
 """It reads and writes memory of the host alone."""
 _MOST_BINDINGS = 8
+_SILENT = 4
+"""Severity of messages that ONNX Runtime prints by itself: fatal ones."""
 _LEGACY_STREAM = 1
 """CUDA's handle of the default stream (cudaStreamLegacy). Torch calls it 0, which ONNX Runtime takes for none given: it
 would then run on a stream of its own, and read inputs that torch has not written yet."""
@@ -184,11 +186,14 @@ def choose_providers(device: torch.device) -> list[str]:
 
 
 def _open(path: Path, place: Place) -> Any:
-    import onnxruntime
-
-    onnxruntime.set_default_logger_severity(3)
+    try:
+        import onnxruntime
+    except ImportError as error:
+        found = f"onnxruntime cannot be imported: {error}"
+        raise MissingExtra("runtime", found, "onnxruntime or onnxruntime-gpu", "set runtime: torch") from error
+    onnxruntime.set_default_logger_severity(_SILENT)  # what fails is raised, and told by our own errors
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = _SILENT
     options.inter_op_num_threads = 1
     if place.threads is not None:
         options.intra_op_num_threads = place.threads

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _KEY_LENGTH = 24
 _SHOWN_HASH = 12
+_SHOWN_WIDTH = 100
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -172,7 +173,8 @@ def _plain(value: object) -> Any:
 
 def _summary(identity: Mapping[str, Any]) -> str:
     """What identifies graphs, short enough for a table: no empty values, hashes by their first characters."""
-    return ", ".join(f"{name} {value}" for name, value in _leaves(identity)) or "nothing"
+    whole = ", ".join(f"{name} {value}" for name, value in _leaves(identity)) or "nothing"
+    return whole if len(whole) <= _SHOWN_WIDTH else whole[: _SHOWN_WIDTH - 3] + "..."
 
 
 def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

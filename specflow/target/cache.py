@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specflow.draft.nn.attention import KEY_STEP
@@ -59,8 +60,9 @@ class KVCache:
         if positions > old.shape[4]:
             slots = min(_rounded(max(positions, old.shape[4] * 3 // 2)), self._capacity)
             assert positions <= slots, f"{positions} positions in a cache for {self._capacity}"
-            self._memory.data = old.new_zeros(*old.shape[:4], slots, old.shape[5])
-            self._memory.data[..., : old.shape[4], :] = old
+            with torch.inference_mode(False):  # targets grow it in their passes, and `keep` writes into it outside them
+                self._memory.data = old.new_zeros(*old.shape[:4], slots, old.shape[5])
+                self._memory.data[..., : old.shape[4], :] = old
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value slots of one layer.  # [B, Hk, capacity, Dh] each"""

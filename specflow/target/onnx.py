@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["GraphPart", "ModelGraphs", "OnnxTarget", "model_graphs"]
 
 _NOTHING = Skip()
+_MOST_PARTS = 3
+"""Parts of the model that are open at once beside the whole: each holds its weights again."""
 
 GraphPart = DecoderPart | Literal["head"]
 """What of a model a graph computes."""
@@ -181,6 +183,9 @@ class OnnxTarget:
         whole = DecoderPart(0, self.info.num_layers)
         key = whole if part == DecoderPart() else part
         if key not in self._sessions:
+            parts = [each for each in self._sessions if each not in (whole, "head")]
+            if len(parts) >= _MOST_PARTS:
+                del self._sessions[parts[0]]
             self._sessions[key] = OnnxSession(self._graphs.find(key), self._place)
         return self._sessions[key]
 

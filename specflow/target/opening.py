@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from specflow.errors import ModelError
+from specflow.errors import ModelError, SpecFlowError
 from specflow.files import replace_text
 from specflow.onnx.store import GraphStore
 from specflow.onnx.writer import WRITER_VERSION
@@ -69,12 +69,12 @@ def open_target(opening: Opening) -> Target:
     refusal = _onnx_refusal(opening)
     if opening.runtime == "onnx":
         if refusal:
-            raise ModelError("target.runtime", f"onnx, and {refusal}", "a model that ONNX graphs compute", _HINT)
+            raise ModelError("target.runtime", f"onnx, and {refusal}", "a model and dtype that graphs compute", _HINT)
         return _open_onnx(opening)
     if opening.options.quantization is not None:
         if refusal or opening.runtime == "torch":
             found = f"{opening.options.quantization} weights, and {refusal or 'runtime torch'}"
-            raise ModelError("target.dtype", found, "quantised weights run in ONNX Runtime", _HINT)
+            raise ModelError("target.dtype", found, "runtime onnx or auto, for quantised weights", _HINT)
         return _open_onnx(opening)
     fits = not refusal and opening.options.device.type == "cpu" and opening.options.dtype == torch.float32
     if opening.runtime == "torch" or not fits:
@@ -133,21 +133,29 @@ def _open_fastest(opening: Opening) -> Target:
         target = None  # two of them at once would take twice the memory
         try:
             target = opener(opening)
-        except ModelError as error:
-            if not opening.options.row_invariant:
+        except SpecFlowError as error:
+            if runtime == "torch" and not opening.options.row_invariant:
                 raise
-            log.warning("%s is no choice: %s", runtime, error.found)
+            log.warning("runtime auto: %s is no choice here: %s", runtime, error.found)
             continue
         seconds[runtime], exact[runtime] = _time(target), target.info.exactness == "bit-exact"
     if not seconds:
         return _open_torch(opening)  # for its reason
     best = _best(seconds, exact)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps({"runtime": best, "seconds": seconds, "exact": exact}, indent=2) + "\n")
+    if len(seconds) == len(open_as):
+        _keep_verdict(path, {"runtime": best, "seconds": seconds, "exact": exact})
     if target is None or list(seconds)[-1] != best:
         target = None  # as above
         target = open_as[best](opening)
     return target
+
+
+def _keep_verdict(path: Path, verdict: Mapping[str, object]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(verdict, indent=2) + "\n")
+    except OSError as error:
+        log.warning("runtime auto: %s cannot be written (%s): both are timed every time", path, error.strerror)
 
 
 def _best(seconds: Mapping[str, float], exact: Mapping[str, bool]) -> str:
@@ -163,11 +171,12 @@ def _best(seconds: Mapping[str, float], exact: Mapping[str, bool]) -> str:
 def _time(target: Target) -> float:
     """Seconds of a plain pass and of one that verifies a block, the best of a few each, added up."""
     info = target.info
-    context = min(_PROBED_CONTEXT, info.context_length - max(_PROBED_ROWS))
-    cache = target.new_cache(1, context + max(_PROBED_ROWS))
+    widths = [min(rows, info.context_length) for rows in _PROBED_ROWS]
+    context = min(_PROBED_CONTEXT, info.context_length - max(widths))
+    cache = target.new_cache(1, context + max(widths))
     cache.keep([context])
     total = 0.0
-    for rows in _PROBED_ROWS:
+    for rows in widths:
         tokens = torch.zeros(1, rows, dtype=torch.int64, device=info.device)
         positions = torch.arange(context, context + rows, device=info.device).unsqueeze(0)
         times = []

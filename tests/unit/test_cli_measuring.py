@@ -47,6 +47,7 @@ class Engine:
         info=SimpleNamespace(
             device="cpu",
             dtype=torch.float32,
+            weights="float32",
             stop_ids=(2,),
             runtime="native",
             exactness="tie-exact",

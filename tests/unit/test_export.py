@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from specflow.export.manifest import MANIFEST, Manifest, Part, read_manifest
 from specflow.export.onnx import Exported, ExportPlan, export_onnx
 from specflow.export.quality import Threshold
 from specflow.files import file_sha256
+from specflow.onnx.writer import OPSET
 from specflow.recipe import load_recipe
 from specflow.target.wheel import WheelModel
 
@@ -153,7 +153,7 @@ def test_the_manifest_says_who_wrote_it_and_for_whom(tiny: Path, tmp_path: Path)
     assert len(manifest.target.identity) == 64
     assert (drafter.taps, drafter.hidden, drafter.num_layers, drafter.vocab_size) == ((1, 0, 0), None, 1, 265)
     assert {"torch", "onnx"} <= set(manifest.versions)
-    assert target.graphs["target"].opset == 24
+    assert target.graphs["target"].opset == OPSET
     assert (manifest.quality, manifest.forced, manifest.precision.name) == (None, False, "float32")
     assert "$defs" in Manifest.model_json_schema()
 
@@ -212,13 +212,12 @@ def test_poor_quality_is_refused_unless_it_is_forced(
 @pytest.mark.parametrize(
     "case", ["eagle3", "dspark", "medusa", "mtp_serial", "small_model", "early_exit", "two_networks"]
 )
-def test_the_target_alone_is_proven_with_the_drafts_of_torch(case: str, tiny: Path, tmp_path: Path) -> None:
+def test_the_target_alone_is_proven_without_drafts(case: str, tiny: Path, tmp_path: Path) -> None:
     manifest = export_onnx(plan(tiny, case, what=frozenset({"target"})), tmp_path / "out", quiet).manifest
     assert [part.folder for part in manifest.parts] == ["target"]
     rounds = manifest.proof.rounds
     assert rounds is not None
-    assert (rounds.rounds, rounds.same_choices) == (6, rounds.choices)
-    assert rounds.blocks > 0
+    assert (rounds.rounds, rounds.same_choices, rounds.blocks) == (6, 6, 0)
 
 
 def test_drafts_in_another_precision_need_no_quality(tiny: Path, tmp_path: Path) -> None:
@@ -237,10 +236,10 @@ def test_bfloat16_is_refused_on_a_cpu_before_anything_is_loaded(tiny: Path, tmp_
 @pytest.mark.parametrize(
     ("case", "folder", "named"),
     [
-        ("vanilla", "target", r"target\.onnx: output "),
-        ("eagle3", "drafter", r"(step|head|fusion)\.onnx: output "),
-        ("dspark", "drafter", r"(block|context|draft|corrector|draft_sampled)\.onnx: output "),
-        ("layer_skip", "drafter", r"draft_layers\.onnx: output "),
+        ("vanilla", "target", r"target: output "),
+        ("eagle3", "drafter", r"(step|head|fusion): output "),
+        ("dspark", "drafter", r"(block|context|draft|corrector|draft_sampled): output "),
+        ("layer_skip", "drafter", r"draft_layers: output "),
     ],
 )
 def test_damaged_weights_fail_the_proof_and_nothing_is_left(
@@ -332,7 +331,7 @@ def test_what_a_killed_export_left_is_removed_a_day_later(tiny: Path, tmp_path: 
     assert {path.name for path in tmp_path.iterdir()} == {"out", young.name, others.name}
 
 
-@pytest.mark.parametrize("case", ["eagle3", "dspark", "medusa", "small_model", "layer_skip"])
+@pytest.mark.parametrize("case", ["eagle3", "dspark", "medusa", "layer_skip"])
 def test_the_script_says_what_is_wrong_with_its_input(case: str, tiny: Path, tmp_path: Path) -> None:
     part = export_onnx(plan(tiny, case, what=frozenset({"drafter"})), tmp_path / "out", quiet).manifest.parts[0]
     good = dict(np.load(tmp_path / "out" / str(part.example)))
@@ -343,9 +342,7 @@ def test_the_script_says_what_is_wrong_with_its_input(case: str, tiny: Path, tmp
         np.savez(tmp_path / "bad.npz", **bad)  # type: ignore[arg-type]
         done = script(tmp_path / "out" / part.folder, str(tmp_path / "bad.npz"))
         assert (done.returncode, done.stdout) == (1, "")
-        shape = re.escape(str(good[name].shape))
-        right = rf"expected {re.escape(name)} {shape}, found" if name != "tokens" else "expected (tokens|features)"
-        assert re.search(right, done.stderr), done.stderr
+        assert f"expected {name} {good[name].shape}, found" in done.stderr
         assert "Traceback" not in done.stderr
     assert "python run_drafter.py example.npz" in script(tmp_path / "out" / part.folder).stderr
 

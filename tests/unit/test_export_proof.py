@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -136,6 +137,18 @@ def test_what_is_not_finite_is_infinitely_wrong() -> None:
         check_errors([error], 1e-4)
 
 
+@pytest.mark.parametrize(("gap", "sound"), [(2e-5, True), (1e-2, False)])
+def test_logits_of_rounds_count_where_the_tokens_are_the_same(gap: float, sound: bool) -> None:
+    def bend(logits: torch.Tensor, passes: int) -> torch.Tensor:
+        return logits * (1 + gap)
+
+    found = compared(decoder(), decoder(Bent(TARGET, bend)), k=0, rounds=6)
+    assert (found.same_choices, found.differences) == (6, [])
+    check_rounds(found, precise=False)
+    with nullcontext() if sound else pytest.raises(ModelError, match="rounds: output target logits"):
+        check_rounds(found, precise=True)
+
+
 def test_a_round_ends_with_the_context() -> None:
     short = tiny_target(torch.float32, context=24)
     found = compare_rounds(decoder(short), decoder(short), NumberText(), Rounds([[5] * 20], 50, 0, 1e-4))  # type: ignore[arg-type]
@@ -162,7 +175,7 @@ def test_errors_name_the_graph_the_output_and_the_limit() -> None:
     assert check_errors(errors, 1e-3) == errors
     with pytest.raises(ModelError) as caught:
         check_errors(errors, 1e-4)
-    assert caught.value.where == "step.onnx: output scored"
+    assert caught.value.where == "step: output scored"
     assert (caught.value.found, caught.value.expected) == (
         "2.0e-04 of its largest value from torch's on random inputs",
         "at most 0.0001",

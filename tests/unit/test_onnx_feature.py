@@ -303,3 +303,11 @@ def test_facts_say_how_a_round_goes(config: Config) -> None:
     assert (facts.hidden is None) == bool(facts.taps)
     assert facts.num_layers == max(getattr(config, "num_modules", 1), getattr(config, "unrolled", None) or 1)
     assert (facts.to_target is None) == (getattr(config, "draft_vocab_size", None) is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes_without_graphs_are_refused_before_any_is_written(dtype: torch.dtype, tmp_path: Path) -> None:
+    context = SourceContext(target=tiny_target(dtype), k=3, graphs=graph_home(tmp_path))
+    with pytest.raises(ModelError, match=r"draft\.runtime: onnx, with a target in"):
+        eagle.build(EagleConfig(runtime="onnx"), context)
+    assert not list(tmp_path.rglob("*.onnx"))

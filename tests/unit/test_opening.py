@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ import pytest
 import torch
 from families import make_model
 
-from specflow.errors import ModelError
+from specflow.errors import MissingExtra, ModelError
 from specflow.target import opening
 from specflow.target.base import TargetOptions
 from specflow.target.opening import Opening, open_target
@@ -130,6 +131,42 @@ class TestAuto:
         open_target(made)
         assert json.loads(path.read_text())["runtime"] in ("torch", "onnx")
 
+    def test_torch_runs_it_where_onnx_runtime_cannot(
+        self, made: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def full(*_: Any) -> Any:
+            raise ModelError("cache", "the disk is full")
+
+        monkeypatch.setattr(opening, "_open_onnx", full)
+        with caplog.at_level(logging.WARNING):
+            assert open_target(made).info.runtime == "native"
+        assert caplog.messages == ["runtime auto: onnx is no choice here: the disk is full"]
+        assert not _verdicts(tmp_path), "next time it may be able to"
+
+    def test_without_the_package(
+        self, made: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)
+        with caplog.at_level(logging.WARNING):
+            assert open_target(made).info.runtime == "native"
+        assert "onnxruntime cannot be imported" in caplog.text
+        with pytest.raises(MissingExtra, match="onnxruntime cannot be imported"):
+            open_target(replace(made, runtime="onnx"))
+
+    def test_a_verdict_that_cannot_be_kept(
+        self, made: Opening, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "runtimes").write_text("in the way")
+        with caplog.at_level(logging.WARNING):
+            assert open_target(made).info.runtime in ("native", "onnx")
+        assert "both are timed every time" in caplog.text
+
+    def test_fewer_positions_than_a_probe_has(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECFLOW_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(opening, "_PROBED_ROWS", (1, 400))
+        assert open_target(_opening(tmp_path, "qwen3")).info.context_length == 256
+
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_dtypes_without_graphs_stay_in_torch(self, made: Opening, tmp_path: Path, dtype: torch.dtype) -> None:
         wide = replace(made, options=replace(made.options, dtype=dtype))
@@ -183,5 +220,5 @@ class TestAskedFor:
             open_target(_opening(tmp_path, "gpt2", runtime="onnx"))
 
     def test_quantised_weights_in_torch(self, made: Opening) -> None:
-        with pytest.raises(ModelError, match="quantised weights run in ONNX Runtime"):
+        with pytest.raises(ModelError, match="int8 weights, and runtime torch"):
             open_target(replace(made, runtime="torch", options=replace(made.options, quantization="int8")))

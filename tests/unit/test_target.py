@@ -195,6 +195,19 @@ class TestTrees:
         expected = score(target, after, prefilled(target, kept)).logits
         assert gap(score(target, after, cache).logits, expected) <= EXACT[runtime]
 
+    @pytest.mark.parametrize("runtime", ["native", "onnx"])
+    def test_a_path_is_kept_beyond_the_slots_of_a_new_cache(self, runtime: str) -> None:
+        target = make_target(runtime, "llama_biases_tied", torch.float64, max_position_embeddings=700)
+        mask, depth = tree_mask(TREE[0])
+        prompt, tokens = make_tokens(510, seed=4), make_tokens(6, seed=7)
+        cache = prefilled(target, [prompt], capacity=600)
+        target.forward(tokens, 510 + depth.unsqueeze(0), cache, mask=mask)
+        cache.keep([4], torch.tensor([[0, 1, 3, 5]]))
+        kept = torch.cat((prompt, tokens[:, [0, 1, 3, 5]]), 1)
+        after = make_tokens(3, seed=9)
+        expected = score(target, after, prefilled(target, [kept], capacity=600)).logits
+        assert gap(score(target, after, cache).logits, expected) <= EXACT[runtime]
+
     @pytest.mark.parametrize("runtime", ["native", "adapter", "onnx"])
     def test_windows_are_measured_in_positions_not_in_slots(self, runtime: str) -> None:
         target = make_target(runtime, "mistral_window", torch.float64, sliding_window=2)
