@@ -339,7 +339,7 @@ def test_the_script_says_what_is_wrong_with_its_input(case: str, tiny: Path, tmp
     narrow = {**good, name: good[name][..., :-1]}
     missing = {each: rows for each, rows in good.items() if each != name}
     for bad in (narrow, missing):
-        np.savez(tmp_path / "bad.npz", **bad)  # type: ignore[arg-type]
+        np.savez(tmp_path / "bad.npz", **bad)
         done = script(tmp_path / "out" / part.folder, str(tmp_path / "bad.npz"))
         assert (done.returncode, done.stdout) == (1, "")
         assert f"expected {name} {good[name].shape}, found" in done.stderr
