@@ -12,7 +12,7 @@ from specflow.draft.nn.attention import KEY_STEP
 
 __all__ = ["KVCache"]
 
-_FIRST_SLOTS = 512
+_FIRST_SLOTS = 64
 """What a trimmed cache begins with."""
 
 
@@ -58,7 +58,7 @@ class KVCache:
         """See that there are slots for so many positions, in this cache and all its views."""
         old = self._memory.data
         if positions > old.shape[4]:
-            slots = min(_rounded(max(positions, old.shape[4] * 3 // 2)), self._capacity)
+            slots = min(_rounded(max(positions, old.shape[4] * 9 // 8)), self._capacity)
             assert positions <= slots, f"{positions} positions in a cache for {self._capacity}"
             with torch.inference_mode(False):  # targets grow it in their passes, and `keep` writes into it outside them
                 self._memory.data = old.new_zeros(*old.shape[:4], slots, old.shape[5])
