@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from specflow.errors import SpecFlowError
+from specflow.export.quality import Threshold
 from specflow.files import append_jsonl
 
 __all__ = ["MAX_PERPLEXITY_CHANGE", "MIN_AGREEMENT", "TEXT_TOKENS", "Quality", "compare", "measure_quality"]
 
-MIN_AGREEMENT = 0.95
-MAX_PERPLEXITY_CHANGE = 0.02
+MIN_AGREEMENT, MAX_PERPLEXITY_CHANGE = Threshold().agreement, Threshold().perplexity
 TEXT_TOKENS = 384  # of the end of prompt and answer: what is scored of each prompt
 Scores = Callable[[Sequence[int]], Mapping[str, Sequence[Any]]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -15,34 +14,33 @@ from specflow.device import find_device
 from specflow.draft.base import SourceContext
 from specflow.draft.combine import FirstOf, Merge, Part
 from specflow.engine import Engine, EngineParts, EngineSettings
-from specflow.errors import ModelError
 from specflow.graph import DecodeGraph, TargetFacts
 from specflow.length import POLICIES, Fixed
 from specflow.onnx.store import GraphStore
 from specflow.recipe_draft import CombinedSection, MergeSection
 from specflow.recipe_sections import TargetSection
 from specflow.target.base import TargetOptions
-from specflow.target.load import load_tokenizer, resolve_model
+from specflow.target.load import load_tokenizer, read_config, resolve_model
 from specflow.target.opening import Opening, open_target
 from specflow.target.store import model_identity
 from specflow.verify import RULES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PretrainedConfig
 
     from specflow.draft.base import Drafter, Draw
     from specflow.length import Costs, LengthPolicy
     from specflow.recipe import Recipe
-    from specflow.recipe_draft import SourceSection
+    from specflow.recipe_draft import DraftSection, SourceSection
     from specflow.recipe_sections import VerifySection
-    from specflow.target.base import Target
+    from specflow.target.base import Target, TargetInfo
     from specflow.target.store import ModelFiles
     from specflow.text import TextCodec
     from specflow.verify import Rule
 
-__all__ = ["LoadedTarget", "build_drafter", "build_engine", "build_rule", "load_target", "threads_beside"]
-
-log = logging.getLogger(__name__)
+__all__ = ["LoadedTarget", "build_drafter", "build_engine", "build_rule", "combine", "load_target", "threads_beside"]
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -121,7 +119,7 @@ def load_target(section: TargetSection) -> LoadedTarget:
     if section.threads is not None:
         torch.set_num_threads(section.threads)
     files = resolve_model(section.model, section.revision, section.trust_remote_code)
-    config = _read_config(files, section)
+    config = read_config(files, section.trust_remote_code)
     codec = load_tokenizer(files, section.trust_remote_code)
     device = find_device(section.device, "target.device")
     dtype = _dtype(section.dtype, device, config)
@@ -134,21 +132,6 @@ def load_target(section: TargetSection) -> LoadedTarget:
     if device.type == "cpu":
         keep_freed_memory()
     return LoadedTarget(target, codec, files)
-
-
-def _read_config(files: ModelFiles, section: TargetSection) -> PretrainedConfig:
-    from transformers import AutoConfig
-
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            files.directory, trust_remote_code=section.trust_remote_code
-        )
-    except Exception as error:  # a config file can break its reader in any way
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            section.model, f"its configuration cannot be read: {reason}", "a model that transformers knows"
-        ) from error
-    return config
 
 
 def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
@@ -200,14 +183,18 @@ def build_drafter(recipe: Recipe, loaded: LoadedTarget) -> Drafter | None:
         identify=loaded.identity,
         threads=torch.get_num_threads(),
     )
-    if not isinstance(draft, CombinedSection):
-        return _part(draft.parts[0], context).drafter
-    info = loaded.target.info
     if isinstance(draft, MergeSection):
-        fixed = replace(context, draw="greedy" if context.draw == "sampled" else context.draw, confidence=False)
-        parts = [_part(section, fixed) for section in draft.parts]
+        context = replace(context, draw="greedy" if context.draw == "sampled" else context.draw, confidence=False)
+    return combine(draft, [_part(section, context) for section in draft.parts], loaded.target.info)
+
+
+def combine(draft: DraftSection, parts: Sequence[Part], info: TargetInfo) -> Drafter:
+    """One drafter of a section's parts: the only one, the first of them that drafts, or one tree of all."""
+    if not isinstance(draft, CombinedSection):
+        return parts[0].drafter
+    if isinstance(draft, MergeSection):
         return Merge(parts, draft.nodes, info.vocab_size, info.device)
-    return FirstOf([_part(section, context) for section in draft.parts], info.vocab_size, info.device)
+    return FirstOf(parts, info.vocab_size, info.device)
 
 
 def _part(section: SourceSection, context: SourceContext) -> Part:

@@ -24,7 +24,7 @@ from specflow.onnx.session import Place
 from specflow.target.architecture import NATIVE_FAMILIES, Architecture, native_refusal
 from specflow.target.base import TargetOptions
 from specflow.target.cache import KVCache
-from specflow.target.load import read_tensors
+from specflow.target.load import read_config, read_tensors
 from specflow.target.onnx import GraphPart, ModelGraphs, OnnxTarget
 from specflow.target.transformer import NativeTarget
 from specflow.tree import from_parents
@@ -76,13 +76,7 @@ def read_weights(files: ModelFiles, trust_remote_code: bool = False) -> ModelWei
         ModelError: The configuration cannot be read, or graphs do not compute such a model.
         CheckpointError: Weight files are missing or damaged.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a config file can break its reader in any way
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(files.name, f"its configuration cannot be read: {reason}", "one transformers knows") from error
+    config = read_config(files, trust_remote_code)
     if reason := native_refusal(config):
         raise ModelError(files.name, f"ONNX graphs do not compute {reason}", f"one of {', '.join(NATIVE_FAMILIES)}")
     return ModelWeights(config, read_tensors(files.directory))
@@ -211,8 +205,9 @@ def _adapt(adapter: ExitAdapter, writer: GraphWriter, hidden: str) -> str:
 
 
 def _open(weights: ModelWeights, find: Callable[[GraphPart], Path], precision: Precision, place: Place) -> OnnxTarget:
-    quantized = precision.name if precision.forms else None
-    options = TargetOptions("graphs", precision.dtype, place.device, row_invariant=False, quantization=quantized)
+    options = TargetOptions(
+        "graphs", precision.dtype, place.device, row_invariant=False, quantization=precision.quantization
+    )
     return graph_target(weights, options, find)
 
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from specflow.build import load_target
+from specflow.build import combine, load_target
 from specflow.device import find_device
 from specflow.draft.base import SourceContext
-from specflow.draft.combine import FirstOf, Merge
 from specflow.draft.combine import Part as DraftPart
 from specflow.draft.onnx_lm import DRAFT_MODEL, LanguageModelGraphs, ModelWeights, graph_target, read_weights
 from specflow.errors import ModelError
@@ -21,7 +20,6 @@ from specflow.export.rounds import Decoder
 from specflow.onnx.decoder import DecoderPart, head_weight, write_decoder, write_head
 from specflow.onnx.graphs import GraphSet
 from specflow.onnx.session import Place, choose_providers
-from specflow.recipe_draft import CombinedSection, MergeSection
 from specflow.recipe_sections import TargetSection
 from specflow.target.base import TargetOptions
 from specflow.target.load import resolve_model
@@ -132,7 +130,8 @@ def open_models(recipe: Recipe, precision: Precision, folder: Path, scratch: Pat
         raise ModelError("dtype", found, "float32, float16, int8 or int4", "bfloat16 is for CUDA devices")
     asked = {"dtype": "float32", "device": str(device), "runtime": "torch", "row_invariant": False}
     loaded = load_target(section.model_copy(update=asked))
-    files = resolve_model(section.model, section.revision, section.trust_remote_code)
+    files = loaded.files
+    assert files is not None
     weights, refusal = None, "implementation: transformers"
     if section.implementation != "transformers":
         try:
@@ -192,13 +191,9 @@ def run_target(models: Models, networks: Sequence[Network]) -> OnnxTarget:
             models.written[label] = _write_part(models, weights, part)
         return models.written[label]
 
-    precision = models.precision
-    quantized = precision.name if precision.forms else None
-    return graph_target(
-        weights,
-        TargetOptions(info.name, precision.dtype, models.place.device, info.stop_ids, False, quantized),
-        find,
-    )
+    precision, device = models.precision, models.place.device
+    options = TargetOptions(info.name, precision.dtype, device, info.stop_ids, False, precision.quantization)
+    return graph_target(weights, options, find)
 
 
 def write_genai_folder(models: Models, network: Network, folder: Path) -> None:
@@ -259,17 +254,13 @@ def _sources(models: Models, target: Target, runtime: str, networks: Sequence[Ne
 def _combined(models: Models) -> Callable[[Sequence[Drafter]], Drafter | None]:
     draft, info = models.recipe.draft, models.loaded.target.info
 
-    def combine(sources: Sequence[Drafter]) -> Drafter | None:
+    def combined(sources: Sequence[Drafter]) -> Drafter | None:
         if draft is None or not sources:
             return None
-        if not isinstance(draft, CombinedSection):
-            return sources[0]
         parts = [DraftPart(source, part.k) for source, part in zip(sources, draft.parts, strict=True)]
-        if isinstance(draft, MergeSection):
-            return Merge(parts, draft.nodes, info.vocab_size, info.device)
-        return FirstOf(parts, info.vocab_size, info.device)
+        return combine(draft, parts, info)
 
-    return combine
+    return combined
 
 
 def _context(models: Models, section: SourceSection, target: Target, network: Network | None = None) -> SourceContext:
@@ -302,8 +293,7 @@ def _torch_loader(models: Models) -> ModelLoader:
 def _graph_loader(models: Models, network: Network) -> ModelLoader:
     def load(model: str, *_: str) -> tuple[Target, TextCodec]:
         precision = models.precision
-        quantized = precision.name if precision.forms else None
-        options = TargetOptions(model, precision.dtype, models.place.device, (), False, quantized)
+        options = TargetOptions(model, precision.dtype, models.place.device, (), False, precision.quantization)
         path = network.folder / f"{DRAFT_MODEL}.onnx"
         return graph_target(read_weights(resolve_model(model)), options, lambda _: path), models.loaded.codec
 

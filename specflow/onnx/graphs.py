@@ -53,6 +53,11 @@ class Precision:
         return cls(name, forms=FORMS[name])
 
     @property
+    def quantization(self) -> str | None:
+        """Its name, where weights are quantised."""
+        return self.name if self.forms else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of activations and caches."""
         found: torch.dtype = getattr(torch, self.floats)

@@ -15,10 +15,11 @@ from specflow.target.store import ModelFiles, ModelStore
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PretrainedConfig
 
     from specflow.text import TextCodec
 
-__all__ = ["ModelFiles", "load_tokenizer", "read_json", "read_tensors", "resolve_model", "weight_files"]
+__all__ = ["ModelFiles", "load_tokenizer", "read_config", "read_json", "read_tensors", "resolve_model", "weight_files"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _INDEX = "model.safetensors.index.json"
@@ -83,6 +84,26 @@ def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> TextCo
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelError(files.name, f"{type(tokenizer).__name__} has no fast form", "a tokenizer.json")
     return TextCodec(tokenizer, _stop_ids(files.directory, tokenizer.eos_token_id), files.name)
+
+
+def read_config(files: ModelFiles, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a model.
+
+    Args:
+        trust_remote_code: Run the model's own Python code where its configuration is made by it.
+
+    Raises:
+        ModelError: It cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a config file can break its reader in any way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        found = f"its configuration cannot be read: {reason}"
+        raise ModelError(files.name, found, "a model that transformers knows") from error
+    return config
 
 
 def read_tensors(directory: Path) -> Mapping[str, Tensor]:
