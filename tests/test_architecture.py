@@ -40,7 +40,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("cost", "curves", "plot"),
     ("build",),
     ("bench", "profiling", "export"),
-    ("search",),
+    ("search", "train"),
     ("cli", "__main__"),
 )
 """Parts of specflow by level: a part imports parts of its own level and below, never above."""

@@ -67,6 +67,11 @@ class ContextBackbone:
         self._cache: KVCache
         self._committed: Cache
 
+    @property
+    def trained(self) -> BlockLayers:
+        """The layers with their weights."""
+        return self.layers
+
     def graphs(self) -> MarginalGraphs:
         """Its layers, as they are written into graphs."""
         from specflow.draft.onnx_backbone import BlockGraphs

@@ -41,7 +41,12 @@ class BackboneOptions(BlockOptions):
         None, description="a slot sees only earlier slots of the block; none: in sliding layers, not in full ones"
     )
     draft_vocab_size: int | None = Field(
-        None, ge=1, description="size of a reduced draft vocabulary with its own head; none: the target's"
+        None, ge=1, description="size of a reduced draft vocabulary; none: the target's"
+    )
+    own_head: bool | None = Field(
+        None,
+        description="a head of its own; false: the target's, its rows of the draft vocabulary; none: where the "
+        "checkpoint has one or the vocabulary is reduced",
     )
     logit_scale: float = Field(1.0, gt=0.0, description="factor of the draft logits, before the cap")
     logit_cap: float | None = Field(None, gt=0.0, description="draft logits become cap * tanh(logits / cap)")

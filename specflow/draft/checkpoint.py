@@ -19,7 +19,7 @@ from specflow.target.store import checkpoint_hash
 if TYPE_CHECKING:
     from specflow.target.base import Target
 
-__all__ = ["draft_vocabulary", "open_weights", "read_options", "weights_identity"]
+__all__ = ["draft_vocabulary", "open_weights", "read_options", "trained_reader", "weights_identity"]
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,12 @@ def open_weights(
         return WeightReader(SeededTensors(seed), f"random weights, seed {seed}", like, packed)
     tensors = read_tensors(_directory(weights))
     return WeightReader(_WholeNorms(tensors) if offset_norms else tensors, weights, like, packed)
+
+
+def trained_reader(tensors: SeededTensors, target: Target) -> WeightReader:
+    """A reader of tensors that will be trained, in float32 whatever the target's type."""
+    like = torch.empty(0, dtype=torch.float32, device=target.info.device)
+    return WeightReader(tensors, "training", like, packed=False, tracked=True)
 
 
 def weights_identity(weights: str | None, seed: int) -> str:
@@ -134,7 +140,7 @@ def draft_vocabulary(reader: WeightReader, vocab_size: int | None, target: Targe
     if vocab_size > full:
         raise CheckpointError(reader.where, f"a draft vocabulary of {vocab_size}", f"at most the target's {full}")
     ids = torch.arange(vocab_size, device=device)
-    if reader.is_random:
+    if reader.is_random and not reader.has("d2t"):
         return DraftVocabulary(ids * full // vocab_size, full)
     ids = ids + reader.take("d2t", (vocab_size,))
     if ids.is_floating_point() or not 0 <= int(ids.min()) <= int(ids.max()) < full:

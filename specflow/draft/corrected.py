@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.nn.confidence import LinearConfidence
     from specflow.draft.nn.corrector import TableCorrector
-    from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.nn.weights import SeededTensors, WeightReader
     from specflow.draft.onnx_loop import DraftHeads
     from specflow.draft.onnx_parallel import GraphedModel, ParallelGraphs
     from specflow.draft.parallel import Corrector, MarginalModel
+    from specflow.draft.trainable import Trainable
 
 __all__ = [
     "ConfidenceOptions",
@@ -32,6 +33,7 @@ __all__ = [
     "confidence_of",
     "parallel_drafter",
     "parallel_graphs",
+    "parallel_trainable",
     "read_heads",
 ]
 
@@ -113,6 +115,23 @@ def parallel_graphs(
     """A source's network as something that can be written as ONNX graphs; see `parallel_drafter`."""
     _, model, heads = _open(config, context, make_network, packed=False)
     return _graphs_of(model, heads)
+
+
+def parallel_trainable(
+    config: P,
+    context: SourceContext,
+    tensors: SeededTensors,
+    make_network: Callable[[P, WeightReader, SourceContext], GraphedModel],
+) -> Trainable:
+    """A source's network with weights that can be trained; see `parallel_drafter`."""
+    from specflow.draft.checkpoint import trained_reader
+    from specflow.draft.trainable import Trainable
+
+    reader = trained_reader(tensors, context.target)
+    model = make_network(config, reader, context)
+    heads = read_heads(model, config, reader, context)
+    reader.close()
+    return Trainable(model.trained, config, reader, model.needs, model.vocabulary, heads.corrector, heads.confidence)
 
 
 def _open(

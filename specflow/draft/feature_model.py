@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specflow.draft.checkpoint import open_weights, read_options
+from specflow.draft.checkpoint import open_weights, read_options, trained_reader
 from specflow.draft.corrected import confidence_of
 from specflow.draft.feature_options import FeatureOptions
 from specflow.draft.nn.feature_step import FeatureNetwork, NetworkParts, Pairs, StepRows
@@ -23,15 +23,16 @@ from specflow.draft.shapes import make_drafter
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, Needs, SourceContext
     from specflow.draft.chain import ConfidenceHead
-    from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.nn.weights import SeededTensors, WeightReader
     from specflow.draft.onnx_feature import FeatureGraphs
     from specflow.draft.steps import Frontier, Steps
+    from specflow.draft.trainable import Trainable
     from specflow.law import DraftVocabulary
     from specflow.target.base import Cache, Target
     from specflow.target.cache import KVCache
     from specflow.types import BlockShape, Entry, Features, Observation
 
-__all__ = ["FeatureModel", "StepNetwork", "complete", "feature_drafter", "feature_graphs"]
+__all__ = ["FeatureModel", "StepNetwork", "complete", "feature_drafter", "feature_graphs", "feature_trainable"]
 
 F = TypeVar("F", bound=FeatureOptions)
 
@@ -211,6 +212,23 @@ def feature_graphs(
 
     options, network, head = _open(config, context, read_network, packed=False)
     return FeatureGraphs(network, _positions(options.max_positions, context.target), head)
+
+
+def feature_trainable(
+    config: F,
+    context: SourceContext,
+    tensors: SeededTensors,
+    read_network: Callable[[F, WeightReader, Target], NetworkParts],
+) -> Trainable:
+    """A source's network with weights that can be trained; see `feature_drafter`."""
+    from specflow.draft.trainable import Trainable
+
+    target = context.target
+    reader = trained_reader(tensors, target)
+    network = complete(read_network(config, reader, target), reader, target)
+    head = confidence_of(config, reader, network.shape.hidden_size, context.k)
+    reader.close()
+    return Trainable(network, config, reader, network.needs, network.vocabulary, confidence=head)
 
 
 def _open(

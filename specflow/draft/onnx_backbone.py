@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specflow.draft.borrowed import borrowed_embedding, borrowed_head
 from specflow.draft.nn.attention import attention_biases
 from specflow.draft.nn.context_block import block_positions, block_sights, scale_logits
 from specflow.draft.onnx_loop import Emitted
 from specflow.draft.onnx_parallel import Trial, write_marginals
-from specflow.draft.onnx_target import borrowed_embedding, borrowed_head
 from specflow.draft.parallel import Marginals
 from specflow.onnx.graphs import DraftFacts, OutputError
 from specflow.onnx.layers import PassGraph, Stream, add_norm, linear, norm

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specflow.draft.borrowed import borrowed_embedding, borrowed_head
 from specflow.draft.checkpoint import weights_identity
 from specflow.draft.corrected import ConfidenceOptions
 from specflow.draft.nn.attention import Sight, attention_biases
 from specflow.draft.nn.confidence import LinearConfidence
 from specflow.draft.nn.feature_step import FeatureNetwork, FeatureStep, Fusion, Pairs, StepRows
 from specflow.draft.onnx_loop import emit_odds
-from specflow.draft.onnx_target import borrowed_embedding, borrowed_head, engine_graphs
+from specflow.draft.onnx_target import engine_graphs
 from specflow.draft.shapes import ShapeOptions
 from specflow.onnx.decoder import write_head
 from specflow.onnx.graphs import DraftFacts, OutputError, Precision

@@ -1,7 +1,7 @@
 """Medusa heads as ONNX graphs.
 
-Graph `heads`: `hidden` [B, H] to `scored` [B, K, H] and `logits` [B, K, Vd]. Where the target's head serves them all,
-`heads_scored` is the same without it, for a runtime that has it already.
+Graph `heads`: `hidden` [B, H] to `scored` [B, K, H] and `logits` [B, K, Vd]. Where the target's whole head serves them
+all, `heads_scored` is the same without it, for a runtime that has it already.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specflow.draft.nn.linear import Linear
+from specflow.draft.borrowed import borrowed_head, borrowed_rows
 from specflow.draft.onnx_loop import Emitted
 from specflow.draft.onnx_parallel import Trial, write_marginals
-from specflow.draft.onnx_target import borrowed_head
 from specflow.draft.parallel import Marginals
 from specflow.onnx.graphs import DraftFacts
 from specflow.onnx.layers import linear
@@ -26,6 +25,7 @@ from specflow.onnx.session import OnnxSession
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from specflow.draft.nn.linear import Linear
     from specflow.draft.nn.medusa import MedusaHeads, ResidualBlock
     from specflow.onnx.graphs import GraphSet, OutputError, Precision
     from specflow.onnx.session import Place
@@ -81,7 +81,7 @@ class HeadGraphs:
 
     def write(self, graphs: GraphSet) -> None:
         write_marginals(graphs, self, self._num_outputs)
-        if self.heads.outputs is None:
+        if self.heads.outputs is None and self.to_target is None:
             with graphs.graph(_WITHOUT_HEAD) as writer:
                 scored, rows = self._emit_rows(writer)
                 writer.output(scored, "scored", ("batch", len(rows), self.hidden_size))
@@ -117,10 +117,7 @@ class HeadGraphs:
 
     def _shared_head(self) -> Linear:
         """The target's head, over the ids that are drafted."""
-        head, ids = borrowed_head(self.target), self.to_target
-        if ids is None:
-            return head
-        return Linear(head.weight[ids], None if head.bias is None else head.bias[ids])
+        return borrowed_head(self.target) if self.to_target is None else borrowed_rows(self.target, self.to_target)
 
 
 class OnnxHeads:
@@ -129,7 +126,7 @@ class OnnxHeads:
     Args:
         folder: Where they are.
         place: Where they run.
-        score: The target's head, over the ids that are drafted; None: every head has an output layer of its own.
+        score: The target's head, where it serves as it is; None: the graph holds what makes logits.
 
     Raises:
         ModelError: The graph cannot be read or run.

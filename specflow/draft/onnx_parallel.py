@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specflow.draft.checkpoint import weights_identity
 from specflow.draft.onnx_corrector import OnnxCorrector, compare_corrector, write_corrector
@@ -86,7 +86,11 @@ class MarginalGraphs(Protocol):
 
 
 class GraphedModel(MarginalModel, Protocol):
-    """A `MarginalModel` whose network can be written as graphs and run from them."""
+    """A `MarginalModel` whose network can be trained, written as graphs and run from them."""
+
+    @property
+    def trained(self) -> nn.Module:
+        """Its layers with their weights."""
 
     def graphs(self) -> MarginalGraphs:
         """Its network as it is written."""

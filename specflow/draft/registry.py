@@ -20,6 +20,8 @@ from specflow.errors import RecipeError
 
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
+    from specflow.draft.nn.weights import SeededTensors
+    from specflow.draft.trainable import Trainable
     from specflow.onnx.graphs import NetworkGraphs
 
 __all__ = ["ENTRY_POINTS", "Axis", "SourceInfo", "SourceRegistry", "discover"]
@@ -52,6 +54,10 @@ class SourceInfo:
         remembers: Name of a yes-or-no option with which drafts depend on earlier requests; None where none has that.
         graphs: Makes the network that can be written as ONNX graphs, from the arguments of `build`; None where there is
             no network.
+        trainable: Makes the network with weights that can be trained, from the arguments of `build` and the tensors
+            that training begins with; None where there is nothing to train.
+        trainable: Makes the network with weights that can be trained, from the arguments of `build` and the tensors
+            that training begins with; None where there is nothing to train.
         methods: Preset name (`draft.method`) -> options it stands for; without any, the source's name is the preset.
     """
 
@@ -66,6 +72,7 @@ class SourceInfo:
     confidence_from: Literal["context", "prefix", "self"] | None = None
     remembers: str | None = None
     graphs: Callable[[Any, SourceContext], NetworkGraphs] | None = None
+    trainable: Callable[[Any, SourceContext, SeededTensors], Trainable] | None = None
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def presets(self) -> dict[str, dict[str, Any]]:

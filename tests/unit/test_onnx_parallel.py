@@ -20,11 +20,11 @@ from torch import Tensor
 
 from specflow.draft.backbone import ContextBackbone
 from specflow.draft.base import Drafter, SourceContext
+from specflow.draft.borrowed import borrowed_embedding, borrowed_head
 from specflow.draft.checkpoint import open_weights
 from specflow.draft.nn.context_block import BlockLayers, block_positions
 from specflow.draft.onnx_backbone import OnnxBlock
 from specflow.draft.onnx_parallel import ParallelGraphs
-from specflow.draft.onnx_target import borrowed_embedding, borrowed_head
 from specflow.draft.registry import SourceInfo
 from specflow.draft.sources.dflash import SOURCE as DFLASH
 from specflow.draft.sources.dspark import SOURCE as DSPARK

@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """# [..., H] -> [..., H]"""
-        length: Tensor = torch.linalg.vector_norm(rows, 2, -1, True, dtype=self.gain.dtype).hypot_(self.floor)
+        length: Tensor = torch.linalg.vector_norm(rows, 2, -1, True, dtype=self.gain.dtype).hypot(self.floor)
         return (rows / length * self.gain).to(rows.dtype)
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from specflow.draft.borrowed import draft_head
 from specflow.draft.checkpoint import draft_vocabulary
 from specflow.draft.nn.attention import AttentionPlan, KeyRooms, Sight, plan_attention
 from specflow.draft.nn.block import Pass
@@ -25,6 +26,7 @@ from specflow.target.cache import KVCache
 
 if TYPE_CHECKING:
     from specflow.draft.backbone_options import BackboneOptions
+    from specflow.draft.nn.block import DecoderBlock
     from specflow.target.base import Target
 
 __all__ = ["BlockLayers", "BlockNetwork", "block_positions", "block_sights", "scale_logits"]
@@ -54,7 +56,7 @@ class BlockNetwork(Protocol):
         """
 
 
-class BlockLayers:
+class BlockLayers(nn.Module):
     """A `BlockNetwork` in torch.
 
     Args:
@@ -68,23 +70,23 @@ class BlockLayers:
     """
 
     def __init__(self, options: BackboneOptions, taps: Sequence[int], reader: WeightReader, target: Target) -> None:
+        super().__init__()
         info = target.info
         self.options, self.target = options, target
         self.shape = shape = options.shape_for(info.shape)
         width = shape.hidden_size
         self.fusion = reader.linear("fc", width, len(taps) * info.hidden_size, bias=False)
         self.fusion_norm = reader.norm("hidden_norm.weight", width, shape.eps)
-        self.layers = [
+        blocks = [
             reader.block(f"layers.{index}", shape, BlockForm(windowed=windowed, head_norms=True))
             for index, windowed in enumerate(options.windowed)
         ]
+        self.layers: Sequence[DecoderBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
         self.norm = reader.norm("norm.weight", width, shape.eps)
         own = reader.has("embed_tokens.weight")
         self.embedding = reader.take("embed_tokens.weight", (info.vocab_size, width)) if own else None
         self.vocabulary = draft_vocabulary(reader, options.draft_vocab_size, target)
-        rows = info.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target)
-        own = self.vocabulary is not None or reader.has("lm_head.weight")
-        self.head = reader.linear("lm_head", rows, width, bias=False) if own else None
+        self.head = draft_head(reader, options.own_head, self.vocabulary, target, width)
         self.rotary = RotaryTable.plain(shape.rope_theta, shape.head_width, info.dtype, info.device)
         self._like = torch.empty(0, dtype=info.dtype, device=info.device)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -21,10 +22,17 @@ class SeededTensors:
     """Small random tensors, made when they are asked for; each a function of the seed and its own name.
 
     They prove shapes, caches, positions and laws. A network of them predicts nothing.
+
+    Args:
+        seed: Of all of them.
+        given: Tensors that are not drawn.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, given: Mapping[str, Tensor] | None = None) -> None:
+        self._seed, self.given = seed, dict(given or {})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.given
 
     def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Gains about 1, biases about 0, matrices that keep the size of what passes through.  # float32"""
@@ -54,19 +62,33 @@ class WeightReader:
         tensors: A checkpoint, or a maker of random ones.
         where: Its name, for errors.
         like: Whose dtype and device the layers get.
-        packed: Repack linear layers for inference where that pays; false keeps weights that can be trained.
+        packed: Repack linear layers for inference where that pays; false keeps weights that can be read.
+        tracked: Remember where every tensor went, for `state`; the layers will be trained.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor] | SeededTensors, where: str, like: Tensor, packed: bool = True
+        self,
+        tensors: Mapping[str, Tensor] | SeededTensors,
+        where: str,
+        like: Tensor,
+        packed: bool = True,
+        tracked: bool = False,
     ) -> None:
+        assert not (packed and tracked), "packed weights cannot be trained"
         self.where, self.is_random = where, isinstance(tensors, SeededTensors)
-        self._tensors, self._where, self._like, self._packed = tensors, where, like, packed
-        self._left = set() if isinstance(tensors, SeededTensors) else set(tensors)
+        self._tensors, self._where, self._like = tensors, where, like
+        self._packed, self._tracked = packed, tracked
+        self._left = set(tensors.given) if isinstance(tensors, SeededTensors) else set(tensors)
+        self._placed: dict[str, Callable[[], Tensor]] = {}
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds this tensor; random ones hold only what is taken outright."""
-        return not isinstance(self._tensors, SeededTensors) and name in self._tensors
+        """Whether the checkpoint holds this tensor; of random ones only those that were given count."""
+        return name in self._tensors
+
+    def state(self) -> dict[str, Tensor]:
+        """What the layers made of these tensors hold now, under the same names; of a reader that tracks them."""
+        assert self._tracked, "nobody remembered where the tensors went"
+        return {name: read().detach() for name, read in self._placed.items()}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor.
@@ -74,12 +96,7 @@ class WeightReader:
         Raises:
             CheckpointError: It is missing, or has another shape.
         """
-        if isinstance(self._tensors, SeededTensors):
-            return self._tensors.draw(name, shape).to(self._like.device, self._like.dtype)
-        if name not in self._tensors:
-            near = f"there are {', '.join(sorted(self._tensors)[:3])}, ..."
-            raise CheckpointError(self._where, f"tensor {name!r} is missing", f"shape {shape}", near)
-        tensor = self._tensors[name]
+        tensor = self._find(name, shape)
         self._left.discard(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(self._where, f"{name} has shape {tuple(tensor.shape)}", f"{shape}")
@@ -87,15 +104,18 @@ class WeightReader:
             raise CheckpointError(
                 self.where, f"{name} holds values that are not finite", "numbers", "the file is damaged"
             )
-        dtype = self._like.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self._like.device, dtype)
+        taken = tensor.to(self._like.device, self._like.dtype if tensor.is_floating_point() else tensor.dtype)
+        self._place(name, lambda: taken)
+        return taken
 
     def skip(self, name: str) -> None:
         """Account for a tensor that is known and not needed."""
         self._left.discard(name)
 
     def norm(self, name: str, width: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.take(name, (width,)), eps)
+        norm = RMSNorm(self.take(name, (width,)), eps)
+        self._place(name, lambda: norm.weight)
+        return norm
 
     def linear(self, name: str, outputs: int, inputs: int, bias: bool | None = None) -> Linear:
         """`name.weight` and, where there is one or it must be there, `name.bias`."""
@@ -113,7 +133,13 @@ class WeightReader:
         bias = None
         if any(self.has(f"{prefix}.{part}.bias") for part in parts):
             bias = torch.cat([self.take(f"{prefix}.{part}.bias", (rows,)) for part, rows in parts.items()])
-        return self.pack(Linear(weight, bias))
+        linear, begin = Linear(weight, bias), 0
+        for part, rows in parts.items():
+            span = slice(begin, begin := begin + rows)
+            self._place(f"{prefix}.{part}.weight", partial(_rows, linear, "weight", span))
+            if bias is not None:
+                self._place(f"{prefix}.{part}.bias", partial(_rows, linear, "bias", span))
+        return self.pack(linear)
 
     def block(self, prefix: str, shape: BlockShape, form: BlockForm = BlockForm()) -> DecoderBlock:
         """A decoder block under the names of the Llama family."""
@@ -142,6 +168,18 @@ class WeightReader:
             )
         )
 
+    def _place(self, name: str, read: Callable[[], Tensor]) -> None:
+        if self._tracked:
+            self._placed[name] = read
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name in self._tensors:
+            return self._tensors.given[name] if isinstance(self._tensors, SeededTensors) else self._tensors[name]
+        if isinstance(self._tensors, SeededTensors):
+            return self._tensors.draw(name, shape)
+        near = f"there are {', '.join(sorted(self._tensors)[:3])}, ..."
+        raise CheckpointError(self._where, f"tensor {name!r} is missing", f"shape {shape}", near)
+
     def pack(self, linear: Linear) -> Linear:
         if self._packed:
             linear.pack()
@@ -157,3 +195,9 @@ class WeightReader:
         if left:
             found = f"{len(left)} tensors are not part of this architecture: {', '.join(left[:4])}"
             raise CheckpointError(self._where, found)
+
+
+def _rows(linear: Linear, kind: str, span: slice) -> Tensor:
+    """Some rows of a layer's weight or bias as it is now."""
+    tensor: Tensor = getattr(linear, kind)
+    return tensor[span]

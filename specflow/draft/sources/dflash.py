@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specflow.draft.backbone_options import BackboneOptions
-from specflow.draft.corrected import ParallelOptions, parallel_drafter, parallel_graphs
+from specflow.draft.corrected import ParallelOptions, parallel_drafter, parallel_graphs, parallel_trainable
 from specflow.draft.registry import SourceInfo
 
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
+    from specflow.draft.nn.weights import SeededTensors
     from specflow.draft.onnx_parallel import ParallelGraphs
+    from specflow.draft.trainable import Trainable
 
-__all__ = ["SOURCE", "DFlashConfig", "build", "graphs"]
+__all__ = ["SOURCE", "DFlashConfig", "build", "graphs", "trainable"]
 
 
 class DFlashConfig(BackboneOptions, ParallelOptions):
@@ -37,6 +39,13 @@ def graphs(config: DFlashConfig, context: SourceContext) -> ParallelGraphs:
     return parallel_graphs(config, context, ContextBackbone)
 
 
+def trainable(config: DFlashConfig, context: SourceContext, tensors: SeededTensors) -> Trainable:
+    """The network with weights that can be trained."""
+    from specflow.draft.backbone import ContextBackbone
+
+    return parallel_trainable(config, context, tensors, ContextBackbone)
+
+
 SOURCE = SourceInfo(
     name="dflash",
     config=DFlashConfig,
@@ -48,4 +57,5 @@ SOURCE = SourceInfo(
     reads=("tokens", "features"),
     confidence_from="self",
     graphs=graphs,
+    trainable=trainable,
 )

@@ -18,14 +18,23 @@ from specflow.draft.registry import SourceInfo
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.nn.feature_step import Fusion, NetworkParts
-    from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.nn.weights import SeededTensors, WeightReader
     from specflow.draft.onnx_feature import FeatureGraphs
+    from specflow.draft.trainable import Trainable
     from specflow.target.base import Target
     from specflow.types import BlockShape
 
-__all__ = ["SOURCE", "EagleConfig", "build", "default_taps", "graphs", "read_network"]
+__all__ = ["SOURCE", "EagleConfig", "build", "default_taps", "graphs", "read_network", "trainable"]
 
-_OF_VARIANT_3 = ("taps", "norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "draft_vocab_size")
+_OF_VARIANT_3 = (
+    "taps",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_before_residual",
+    "norm_output",
+    "draft_vocab_size",
+    "own_head",
+)
 
 
 class EagleConfig(FeatureOptions):
@@ -43,7 +52,12 @@ class EagleConfig(FeatureOptions):
     norm_before_residual: bool = Field(False, description="variant 3: the residual is the normed feature")
     norm_output: bool = Field(False, description="variant 3: the next step reads the normed output (EAGLE-3.1)")
     draft_vocab_size: int | None = Field(
-        None, ge=1, description="variant 3: size of a reduced draft vocabulary with its own head; none: the target's"
+        None, ge=1, description="variant 3: size of a reduced draft vocabulary; none: the target's"
+    )
+    own_head: bool | None = Field(
+        None,
+        description="variant 3: a head of its own; false: the target's, its rows of the draft vocabulary; none: where "
+        "the checkpoint has one or the vocabulary is reduced",
     )
 
     @model_validator(mode="after")
@@ -87,6 +101,7 @@ def _read_first(config: EagleConfig, reader: WeightReader, shape: BlockShape) ->
 
 def _read_third(config: EagleConfig, reader: WeightReader, shape: BlockShape, target: Target) -> NetworkParts:
     from specflow.draft.base import Needs
+    from specflow.draft.borrowed import draft_head
     from specflow.draft.checkpoint import draft_vocabulary
     from specflow.draft.nn.feature_step import FeatureStep, NetworkParts, StepForm, StepParts
     from specflow.draft.nn.weights import BlockForm
@@ -101,14 +116,12 @@ def _read_third(config: EagleConfig, reader: WeightReader, shape: BlockShape, ta
     )
     form = StepForm(norm_residual=config.norm_before_residual, recycle_normed=config.norm_output)
     vocabulary = draft_vocabulary(reader, config.draft_vocab_size, target)
-    size = target.info.vocab_size if vocabulary is None else len(vocabulary.to_target)
-    own_head = vocabulary is not None or reader.has("lm_head.weight")
     return NetworkParts(
         steps=[FeatureStep(parts, form)],
         shape=shape,
         needs=Needs(taps=taps),
         fusion=_read_fusion(config, reader, shape, len(taps)),
-        head=reader.linear("lm_head", size, width, bias=False) if own_head else None,
+        head=draft_head(reader, config.own_head, vocabulary, target, width),
         vocabulary=vocabulary,
     )
 
@@ -138,6 +151,13 @@ def graphs(config: EagleConfig, context: SourceContext) -> FeatureGraphs:
     return feature_graphs(config, context, read_network)
 
 
+def trainable(config: EagleConfig, context: SourceContext, tensors: SeededTensors) -> Trainable:
+    """The network with weights that can be trained."""
+    from specflow.draft.feature_model import feature_trainable
+
+    return feature_trainable(config, context, tensors, read_network)
+
+
 SOURCE = SourceInfo(
     name="eagle",
     config=EagleConfig,
@@ -149,6 +169,7 @@ SOURCE = SourceInfo(
     reads=("tokens", "features"),
     confidence_from="self",
     graphs=graphs,
+    trainable=trainable,
     methods={
         "eagle": {"variant": 1, "shape": "chain"},
         "eagle2": {"variant": 1, "shape": "beam"},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from specflow.draft.base import Needs
-from specflow.draft.corrected import ParallelOptions, parallel_drafter, parallel_graphs
+from specflow.draft.corrected import ParallelOptions, parallel_drafter, parallel_graphs, parallel_trainable
 from specflow.draft.registry import SourceInfo
 from specflow.draft.shapes import ShapeOptions
 
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specflow.draft.base import Drafter, SourceContext
+    from specflow.draft.nn.linear import Linear
     from specflow.draft.nn.medusa import MedusaHeads
-    from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.nn.weights import SeededTensors, WeightReader
     from specflow.draft.onnx_medusa import HeadGraphs
     from specflow.draft.onnx_parallel import ParallelGraphs
     from specflow.draft.parallel import Marginals
+    from specflow.draft.trainable import Trainable
     from specflow.onnx.session import Place
     from specflow.target.base import Cache
     from specflow.types import Observation
 
-__all__ = ["SOURCE", "MedusaConfig", "MedusaModel", "build", "graphs"]
+__all__ = ["SOURCE", "MedusaConfig", "MedusaModel", "build", "graphs", "trainable"]
 
 
 class MedusaConfig(ParallelOptions):
@@ -63,6 +65,7 @@ class MedusaModel:
     needs = Needs(hidden_post=True)
 
     def __init__(self, config: MedusaConfig, reader: WeightReader, context: SourceContext) -> None:
+        from specflow.draft.borrowed import borrowed_rows
         from specflow.draft.checkpoint import draft_vocabulary
         from specflow.draft.nn.medusa import MedusaShape, read_medusa
 
@@ -79,9 +82,17 @@ class MedusaModel:
             draft_vocab_size=info.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target),
             own_outputs=config.own_heads,
         )
+        self._head: Linear | None = None  # rows of the target's head, for a reduced vocabulary
+        if self.vocabulary is not None and not config.own_heads:
+            self._head = reader.pack(borrowed_rows(context.target, self.vocabulary.to_target))
         self.heads: MedusaHeads = read_medusa(reader, shape, self._score)
         self._run: Callable[[Tensor], tuple[Tensor, Tensor]] = self.heads
         self._newest: list[Tensor] = []  # [H] each
+
+    @property
+    def trained(self) -> MedusaHeads:
+        """The layers with their weights."""
+        return self.heads
 
     def graphs(self) -> HeadGraphs:
         """The heads as they are written into graphs."""
@@ -93,8 +104,10 @@ class MedusaModel:
         """Let the graphs of a folder compute them; the layers are dropped."""
         from specflow.draft.onnx_medusa import OnnxHeads
 
-        self._run = OnnxHeads(folder, place, self._score if self.heads.outputs is None else None)
+        shared = self.heads.outputs is None and self._head is None
+        self._run = OnnxHeads(folder, place, self._score if shared else None)
         del self.heads
+        self._head = None
 
     def reset(self, batch: int, num_nodes: int, cache: Cache) -> None:
         self._newest = [self._nothing()] * batch
@@ -130,8 +143,9 @@ class MedusaModel:
 
     def _score(self, hidden: Tensor) -> Tensor:
         """The target's head, over the ids the heads draft from.  # [..., H] -> [..., Vd]"""
-        logits = self._target.score(hidden)
-        return logits if self.vocabulary is None else logits[..., self.vocabulary.to_target]
+        from specflow.draft.nn.linear import over_rows
+
+        return self._target.score(hidden) if self._head is None else over_rows(self._head, hidden)
 
 
 def build(config: MedusaConfig, context: SourceContext) -> Drafter:
@@ -142,6 +156,11 @@ def build(config: MedusaConfig, context: SourceContext) -> Drafter:
 def graphs(config: MedusaConfig, context: SourceContext) -> ParallelGraphs:
     """The network as something that can be written as ONNX graphs."""
     return parallel_graphs(config, context, MedusaModel)
+
+
+def trainable(config: MedusaConfig, context: SourceContext, tensors: SeededTensors) -> Trainable:
+    """The heads with weights that can be trained."""
+    return parallel_trainable(config, context, tensors, MedusaModel)
 
 
 SOURCE = SourceInfo(
@@ -155,4 +174,5 @@ SOURCE = SourceInfo(
     reads=("features",),
     confidence_from="self",
     graphs=graphs,
+    trainable=trainable,
 )

@@ -18,12 +18,13 @@ from specflow.draft.registry import SourceInfo
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.nn.feature_step import FeatureStep, NetworkParts
-    from specflow.draft.nn.weights import WeightReader
+    from specflow.draft.nn.weights import SeededTensors, WeightReader
     from specflow.draft.onnx_feature import FeatureGraphs
+    from specflow.draft.trainable import Trainable
     from specflow.target.base import Target
     from specflow.types import BlockShape
 
-__all__ = ["SOURCE", "MTPConfig", "build", "graphs", "read_network"]
+__all__ = ["SOURCE", "MTPConfig", "build", "graphs", "read_network", "trainable"]
 
 
 class MTPConfig(FeatureOptions):
@@ -106,6 +107,13 @@ def graphs(config: MTPConfig, context: SourceContext) -> FeatureGraphs:
     return feature_graphs(config, context, read_network)
 
 
+def trainable(config: MTPConfig, context: SourceContext, tensors: SeededTensors) -> Trainable:
+    """The network with weights that can be trained."""
+    from specflow.draft.feature_model import feature_trainable
+
+    return feature_trainable(config, context, tensors, read_network)
+
+
 SOURCE = SourceInfo(
     name="mtp",
     config=MTPConfig,
@@ -117,4 +125,5 @@ SOURCE = SourceInfo(
     reads=("tokens", "features"),
     confidence_from="self",
     graphs=graphs,
+    trainable=trainable,
 )
