@@ -57,7 +57,7 @@ class Policy:
 POLICIES: Mapping[str, Policy] = {
     "fixed": Policy(FixedConfig, Fixed),
     "additive": Policy(AdditiveConfig, Additive),
-    "match": Policy(ByMatchConfig, ByMatch, frozenset({"match_lengths"})),
+    "match": Policy(ByMatchConfig, ByMatch, frozenset({"match_lengths"}), priced=True),
     "threshold": Policy(ThresholdConfig, Threshold, frozenset({"confidence"}), chains=True),
     "confidence": Policy(ConfidenceConfig, Confidence, frozenset({"confidence"}), chains=True),
     "expected_gain": Policy(ExpectedGainConfig, ExpectedGain, uses=frozenset({"confidence"}), priced=True),

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from math import ceil
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from specflow.length_base import within
 from specflow.types import DraftBlock, DraftBudget
 
+if TYPE_CHECKING:
+    from specflow.length_gain import Costs
+
 __all__ = ["ByMatch", "ByMatchConfig"]
+
+BUCKET = 64  # contexts that share their prices
 
 
 class ByMatchConfig(BaseModel):
@@ -19,45 +25,61 @@ class ByMatchConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     per_match: float = Field(2.0, gt=0.0, description="most draft tokens per matched token")
-    row_price: float = Field(0.05, ge=0.0, description="cost of one more row of a target pass, in plain steps")
-    fixed_price: float = Field(0.05, ge=0.0, description="cost of drafting at all, in plain steps")
+    row_price: float = Field(
+        0.08, ge=0.0, description="cost of one more row of a target pass, in plain steps; a measured profile goes first"
+    )
+    fixed_price: float = Field(
+        0.05, ge=0.0, description="cost of drafting at all, in plain steps; a measured profile goes first"
+    )
     probe: int = Field(16, ge=1, description="rounds until match lengths that did not pay are tried again")
 
 
 class ByMatch:
     """Draft length grows with the match, as far as acceptance pays for the rows.
 
-    A round with n draft tokens costs `1 + fixed_price + n * row_price` plain steps and yields one token more than it
-    accepts. Where a text continues a match, its first token is right with probability p (the text repeats itself here,
-    or it does not) and each later one with probability r (it goes on doing so), so n tokens yield
-    `1 + p (1 + r + ... + r^(n-1))`. The cap is the n that yields most for its cost, 0 where plain steps do.
+    A match of m tokens goes on for one more with a chance c(m) that grows with m, and is then a match of m + 1. So a
+    draft of n tokens after a match of m yields `1 + c(m) + c(m) c(m+1) + ...`, n products, and costs the seconds of a
+    pass of n + 1 rows: those of the profile that `specflow profile` measured, else `1 + fixed_price + n * row_price`
+    plain steps. The cap is the n that yields most for its cost, 0 where plain steps do.
 
-    p and r are learnt for each row and each class of match length from recent drafts, starting from a hopeful guess:
-    a few failures park a class. A parked class is probed with one token from time to time, ever more rarely while the
-    probes fail. The default prices won on recorded answers at a CPU's costs, one request (docs/log.md).
+    c is learnt for each row and each class of match length from every token that was judged, starting from what
+    matches do in recorded answers: a long copy is drafted at full length from its first rounds on, and what a long
+    draft teaches serves the short ones too. A class whose cap is 0 is parked, and probed with one token from time to
+    time, ever more rarely while the probes fail. The numbers won on recorded answers at a CPU's costs (docs/log.md).
     """
 
     def __init__(
-        self, k: int, per_match: float = 2.0, row_price: float = 0.05, fixed_price: float = 0.05, probe: int = 16
+        self, k: int, per_match: float = 2.0, row_price: float = 0.08, fixed_price: float = 0.05, probe: int = 16
     ) -> None:
         assert k >= 1, f"k is {k}"
         self.k = k
         self.config = ByMatchConfig(per_match=per_match, row_price=row_price, fixed_price=fixed_price, probe=probe)
+        self._costs: Costs | None = None
+        self._place: tuple[int, int] | None = None  # batch and context that the prices were read for
+        self._prices = [1.0, *(1.0 + fixed_price + n * row_price for n in range(1, k + 1))]  # [k + 1] plain steps
+        # The longest draft that a match of each class may have.  # [NUM_CLASSES]
+        self._reaches = [min(k, ceil(per_match * longest)) for longest in LONGEST[:-1]] + [k]
         self._rows: list[_Row] = []
         self._matched: tuple[int, ...] | None = None  # [B] of the block under verification
 
+    def use(self, costs: Costs) -> None:
+        """Decide by these costs from now on."""
+        self._costs, self._place = costs, None
+
     def reset(self, batch: int) -> None:
-        self._rows = [_Row(self.k, self.config) for _ in range(batch)]
+        self._rows = [_Row(self.config.probe) for _ in range(batch)]
         self._matched = None
 
     def start(self, row: int) -> None:
-        self._rows[row] = _Row(self.k, self.config)
+        self._rows[row] = _Row(self.config.probe)
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
     def budget(self, limits: Sequence[int], contexts: Sequence[int] = ()) -> DraftBudget:
-        tables = tuple(row.next_table() for row in self._rows)
+        if self._costs is not None:
+            self._read_prices(self._costs, len(limits), sum(contexts) // max(len(contexts), 1))
+        tables = tuple(row.next_table(self._prices, self._reaches) for row in self._rows)
         tokens = tuple(within(max(table), limit) for table, limit in zip(tables, limits, strict=True))
         return DraftBudget(tokens, self.config.per_match, tables)
 
@@ -74,76 +96,97 @@ class ByMatch:
                 row.observe(matched, num_drafted, num_accepted)
         self._matched = None
 
+    def _read_prices(self, costs: Costs, batch: int, context: int) -> None:
+        """Rounds in plain steps, as if every row of the batch drafted alike: they share the pass."""
+        place = batch, context // BUCKET
+        if place == self._place:
+            return
+        self._place, middle = place, context // BUCKET * BUCKET + BUCKET // 2
+        plain = costs.round_s(0, batch, middle)
+        self._prices = [costs.round_s(n, batch, middle) / plain for n in range(self.k + 1)]
+        for row in self._rows:
+            row.judge_afresh()
 
-# Match lengths 1, 2-3, 4-7, 8-15 and 16 or more are told apart: each doubling is one class.
-NUM_CLASSES = 5
-CLASS_OF = tuple(length.bit_length() - 1 for length in range(1, 2 ** (NUM_CLASSES - 1) + 1))
-KEEP = 0.9  # weight of all earlier drafts when a new one is seen: about the last ten count
+
+# Match lengths 1, 2, 3, 4-7, 8-15, 16-31, 32-63 and 64 or more are told apart.
+SHORTEST = (1, 2, 3, 4, 8, 16, 32, 64)
+LONGEST = (1, 2, 3, 7, 15, 31, 63, 64)  # of the last class there is no longest; a table ends with its shortest
+NUM_CLASSES = len(SHORTEST)
+CLASS_OF = tuple(sum(length >= first for first in SHORTEST) - 1 for length in range(LONGEST[-1] + 1))
+GOES_ON = (0.22, 0.56, 0.66, 0.78, 0.9, 0.955, 0.975, 0.985)
+"""How often the most recent match goes on, by class: greedy answers of the embedded model, code, copies and chat."""
+FIRM = 8.0  # tokens that this is worth when a request begins
+KEEP = 0.97  # weight of all earlier tokens of a class when a new one is seen: about the last thirty count
 MOST_WAITS = 16  # a parked class is probed at least once in this many times `probe` rounds
 
 
-@dataclass(slots=True)
-class _MatchClass:
-    """What one row knows about drafts that continue matches of similar length. Counts fade by KEEP a draft."""
-
-    k: int
-    config: ByMatchConfig
-    cap: int = field(init=False)
-    wait: int = field(init=False)
-    resume: int = 0  # round from which a parked class is probed
-    first_tries: float = 2.0
-    first_wins: float = 1.0
-    later_tries: float = 5.0
-    later_wins: float = 4.0
-
-    def __post_init__(self) -> None:
-        self.wait = self.config.probe
-        self.cap = self._best()
-
-    def observe(self, drafted: int, accepted: int, round_: int) -> None:
-        """Learn from a draft. Tokens after the first rejection were never judged, so they do not count."""
-        self.first_tries = KEEP * self.first_tries + 1
-        self.first_wins = KEEP * self.first_wins + (accepted > 0)
-        self.later_tries = KEEP * self.later_tries + max(0, min(drafted, accepted + 1) - 1)
-        self.later_wins = KEEP * self.later_wins + max(0, accepted - 1)
-        self.cap = self._best()
-        if self.cap:
-            self.wait = self.config.probe
-        else:
-            self.resume = round_ + self.wait
-            self.wait = min(2 * self.wait, MOST_WAITS * self.config.probe)
-
-    def _best(self) -> int:
-        """The number of draft tokens that yields most tokens for its cost; 0 where plain steps do."""
-        reach, keeps = self.first_wins / self.first_tries, self.later_wins / self.later_tries
-        best, best_rate, tokens, cost = 0, 1.0, 1.0, 1.0 + self.config.fixed_price
-        for n in range(1, self.k + 1):
-            tokens += reach
-            cost += self.config.row_price
-            reach *= keeps
-            if tokens > best_rate * cost:
-                best, best_rate = n, tokens / cost
-        return best
-
-
 class _Row:
-    """One request's classes and the table of caps they add up to."""
+    """What one request has shown of its matches, and the caps that follow from it."""
 
-    def __init__(self, k: int, config: ByMatchConfig) -> None:
-        self._classes = [_MatchClass(k, config) for _ in range(NUM_CLASSES)]
+    def __init__(self, probe: int) -> None:
+        self._probe = probe
+        self._tries = [FIRM] * NUM_CLASSES
+        self._wins = [FIRM * chance for chance in GOES_ON]
         self._round = 0
-        self._caps: list[int] = []
+        self._waits = [probe] * NUM_CLASSES
+        self._resume = [probe] * NUM_CLASSES  # round from which a parked class is probed
+        self._judged: int | None = None  # class that the last draft was for, until the caps are known again
+        self._caps: list[int] | None = None  # [NUM_CLASSES]; None: to be computed
+        self._offered: list[int] = []
         self._table: tuple[int, ...] = ()
 
-    def next_table(self) -> tuple[int, ...]:
-        """Most draft tokens by match length, for the coming round.  # [2 ** (NUM_CLASSES - 1)]"""
+    def judge_afresh(self) -> None:
+        """Compute the caps again: prices have changed."""
+        self._caps = None
+
+    def next_table(self, prices: Sequence[float], reaches: Sequence[int]) -> tuple[int, ...]:
+        """Most draft tokens by match length, for the coming round.  # [64]"""
+        if self._caps is None:
+            chances = [wins / tries for wins, tries in zip(self._wins, self._tries, strict=True)]
+            self._caps = [_best(*place, chances, prices) for place in zip(SHORTEST, reaches, strict=True)]
+            self._park(self._caps)
         self._round += 1
-        caps = [known.cap or int(self._round >= known.resume) for known in self._classes]
-        if caps != self._caps:
-            self._caps = caps
-            self._table = tuple(caps[index] for index in CLASS_OF)
+        offered = [cap or int(self._round >= resume) for cap, resume in zip(self._caps, self._resume, strict=True)]
+        if offered != self._offered:
+            self._offered = offered
+            self._table = tuple(offered[index] for index in CLASS_OF[1:])
         return self._table
 
     def observe(self, matched: int, drafted: int, accepted: int) -> None:
-        index = min(matched.bit_length(), NUM_CLASSES) - 1
-        self._classes[index].observe(drafted, accepted, self._round)
+        """Learn from a draft. Tokens after the first rejection were never judged, so they do not count."""
+        for length in range(matched, matched + min(drafted, accepted + 1)):
+            index = CLASS_OF[min(length, LONGEST[-1])]
+            self._tries[index] = KEEP * self._tries[index] + 1.0
+            self._wins[index] = KEEP * self._wins[index] + (length < matched + accepted)
+        self._judged = CLASS_OF[min(matched, LONGEST[-1])]
+        self._caps = None
+
+    def _park(self, caps: Sequence[int]) -> None:
+        """Put off the next probe of the class just judged if it does not pay; forget the wait if it does."""
+        index, self._judged = self._judged, None
+        if index is None:
+            return
+        if caps[index]:
+            self._waits[index] = self._probe
+        else:
+            self._resume[index] = self._round + self._waits[index]
+            self._waits[index] = min(2 * self._waits[index], MOST_WAITS * self._probe)
+
+
+def _best(length: int, reach: int, chances: Sequence[float], prices: Sequence[float]) -> int:
+    """The number of draft tokens, up to `reach`, that yields most for its price; 0 where plain steps do.
+
+    Args:
+        length: Tokens matched before the draft.
+        reach: Most draft tokens.
+        chances: That a match goes on, by class.  # [NUM_CLASSES]
+        prices: Of a round, by draft tokens, in plain steps.  # [K + 1]
+    """
+    best, best_rate, tokens, stands = 0, 1.0, 1.0, 1.0
+    for n in range(1, reach + 1):
+        stands *= chances[CLASS_OF[length]] if length < LONGEST[-1] else chances[-1]
+        tokens += stands
+        length += 1
+        if tokens > best_rate * prices[n]:
+            best, best_rate = n, tokens / prices[n]
+    return best
