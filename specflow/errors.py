@@ -11,6 +11,7 @@ __all__ = [
     "RecipeError",
     "RequestError",
     "SpecFlowError",
+    "TrainingError",
 ]
 
 
@@ -66,3 +67,7 @@ class DataError(SpecFlowError):
 
 class MissingExtra(SpecFlowError):
     """An optional package is needed and not installed."""
+
+
+class TrainingError(SpecFlowError):
+    """A run of training cannot go on."""

@@ -1,13 +1,14 @@
-"""Draws a cost model as SVG, with no program but this one.
+"""Draws a cost model, or lines of one's own, as SVG, with no program but this one.
 
-A panel a batch size: the target pass by rows, one line a context; and one panel for the parts of a round by draft
-depth. Lines are what the model reads, marks are medians with the middle half of their repeats, hollow where these
-spread too wide. Lines differ in colour (Okabe and Ito's, told apart by every eye) and in the shape of their marks.
+Of a cost model, a panel a batch size shows the target pass by rows, one line a context; and one panel the parts of a
+round by draft depth. Lines are what the model reads, marks are medians with the middle half of their repeats, hollow
+where these spread too wide. Lines differ in colour (Okabe and Ito's, told apart by every eye) and in the shape of
+their marks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
@@ -15,7 +16,7 @@ from math import ceil, floor, log10
 from specflow.cost import CostModel, Timing
 from specflow.svg import FONT, GREY, INK, svg_text
 
-__all__ = ["draw_profile"]
+__all__ = ["draw_lines", "draw_profile"]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 WIDTH, HEIGHT = 430.0, 270.0  # of a panel's axes
@@ -67,6 +68,29 @@ def draw_profile(model: CostModel, title: str, caption: str = "") -> str:
     panels = [_target_panel(model, batch) for batch in sorted({timing.batch for timing in model.target})]
     if model.draft:
         panels.append(_round_panel(model))
+    note = "marks: median and middle half of the repeats; hollow: spread too wide to trust; lines: the cost model"
+    return _page(panels, title, caption, note)
+
+
+def draw_lines(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], x_label: str, title: str, caption: str = ""
+) -> str:
+    """Lines in panels beside each other, as text of an SVG file.
+
+    Args:
+        panels: Title of a panel -> label of a line -> its points, at least one each.
+        x_label: What all panels have below.
+        title: First line.
+        caption: Second line.
+    """
+    made = [
+        _Panel(name, x_label, [_Series(label, points) for label, points in lines.items()])
+        for name, lines in panels.items()
+    ]
+    return _page(made, title, caption)
+
+
+def _page(panels: Sequence[_Panel], title: str, caption: str, note: str = "") -> str:
     width = 2 * MARGIN + len(panels) * (LEFT + WIDTH) + (len(panels) - 1) * GAP
     height = TOP + HEIGHT + 68.0
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
@@ -79,7 +103,6 @@ def draw_profile(model: CostModel, title: str, caption: str = "") -> str:
     ]
     for number, panel in enumerate(panels):
         parts.append(_panel(panel, MARGIN + LEFT + number * (LEFT + WIDTH + GAP)))
-    note = "marks: median and middle half of the repeats; hollow: spread too wide to trust; lines: the cost model"
     parts.append(svg_text((MARGIN, height - 12.0), note, 12, GREY))
     return "\n".join([*parts, "</svg>"]) + "\n"
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from specflow.errors import RequestError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +37,10 @@ class TextCodec:
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         names = (f"<0x{byte:02X}>" for byte in range(256))
         self._raw_bytes = frozenset(token for token in map(self._backend.token_to_id, names) if token is not None)
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer's files, for another model that has it."""
+        self._tokenizer.save_pretrained(str(directory))
 
     @property
     def vocab_size(self) -> int:

@@ -29,6 +29,7 @@ class PromptRow:
     category: str
     opening: tuple[dict[str, str], ...]  # messages before the first turn
     turns: tuple[str, ...]  # what the user says, in order; an answer goes between two of them
+    named: bool = True  # false where the row has no id, and is called after its file and line
 
     @property
     def key(self) -> str:
@@ -96,8 +97,8 @@ def _read_row(path: Path, number: int, line: bytes) -> PromptRow | BadRow:
     try:
         value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         opening, turns = _conversation(value)
-        name = _label(value, ("id", "question_id")) or f"{path.stem}-{number}"
-        category = _label(value, ("category",)) or path.stem
+        name = _label(value, ("id", "question_id"))
+        category = _label(value, ("category", "domain")) or path.stem
     except UnicodeDecodeError as error:
         return BadRow(str(path), number, f"not UTF-8: {error.reason} at byte {error.start}")
     except json.JSONDecodeError as error:
@@ -106,7 +107,8 @@ def _read_row(path: Path, number: int, line: bytes) -> PromptRow | BadRow:
         return BadRow(str(path), number, f"nested too deeply; expected {SHAPES}")
     except ValueError as error:
         return BadRow(str(path), number, str(error))
-    return PromptRow(str(path), number, name, category, tuple(opening), tuple(turns))
+    shown = name or f"{path.stem}-{number}"
+    return PromptRow(str(path), number, shown, category, tuple(opening), tuple(turns), bool(name))
 
 
 def _label(value: dict[str, Any], keys: Sequence[str]) -> str:

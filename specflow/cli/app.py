@@ -7,7 +7,23 @@ import os
 
 import typer
 
-from specflow.cli import bench, demo, doctor, export, models, profile, recipes, run, schema, search, show, validate
+from specflow.cli import (
+    bench,
+    corpus,
+    demo,
+    doctor,
+    export,
+    features,
+    models,
+    profile,
+    recipes,
+    run,
+    schema,
+    search,
+    show,
+    train,
+    validate,
+)
 
 __all__ = ["app"]
 
@@ -37,6 +53,9 @@ app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 app.command("profile")(profile.profile)
 app.command("search")(search.search)
+app.command("corpus")(corpus.corpus)
+app.command("features")(features.features)
+app.command("train")(train.train)
 app.command("show")(show.show)
 app.command("validate")(validate.validate)
 app.command("schema")(schema.schema)

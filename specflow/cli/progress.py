@@ -9,14 +9,18 @@ from time import monotonic
 
 import typer
 
-__all__ = ["counted", "working"]
+__all__ = ["EVERY_S", "counted", "working"]
 
 EVERY_S = 10.0
+"""Seconds between lines."""
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say what takes its time while the body runs."""
+def working(what: str, shown: bool = True) -> Iterator[None]:
+    """Say what takes its time while the body runs, where it is `shown`."""
+    if not shown:
+        yield
+        return
     from rich.console import Console
     from rich.markup import escape
 

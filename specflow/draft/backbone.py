@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specflow.target.cache import KVCache
     from specflow.types import Features, Observation
 
-__all__ = ["ContextBackbone"]
+__all__ = ["ContextBackbone", "mask_token_of"]
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ContextBackbone:
     def __init__(self, options: BackboneOptions, reader: WeightReader, context: SourceContext) -> None:
         info = context.target.info
         self._slots = _checked_slots(options, context.k)
-        self._mask_token = _checked_mask(options, info.vocab_size)
+        self._mask_token = mask_token_of(options, info.vocab_size)
         self._taps = options.taps or spread_taps(options.num_layers, info.num_layers)
         self.layers = layers = BlockLayers(options, self._taps, reader, context.target)
         self._network: BlockNetwork = layers
@@ -133,7 +133,12 @@ def _checked_slots(options: BackboneOptions, k: int) -> int:
     return slots
 
 
-def _checked_mask(options: BackboneOptions, vocab_size: int) -> int:
+def mask_token_of(options: BackboneOptions, vocab_size: int) -> int:
+    """The id that stands in the unknown slots of a block.
+
+    Raises:
+        GraphError: The vocabulary has no such id.
+    """
     token = vocab_size - 1 if options.mask_token is None else options.mask_token
     if token >= vocab_size:
         hint = "a mask token that was added to the embedding is in neither the target nor its checkpoint"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from specflow.draft.nn.weights import WeightReader
     from specflow.law import DraftVocabulary
     from specflow.target.base import Cache, Target, TargetInfo
-    from specflow.types import Skip, TargetOutput
+    from specflow.types import TargetOutput
 
 __all__ = ["BorrowedHead", "TargetTables", "borrowed_embedding", "borrowed_head", "borrowed_rows", "draft_head"]
 
@@ -96,17 +95,20 @@ def draft_head(
 class TargetTables:
     """A target whose embedding and head are plain tensors, so that gradients pass through them; for training.
 
+    They are in float32 or wider, as all that is trained.
+
     Args:
         target: The model; its passes stay as they are.
     """
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self.embedding = borrowed_embedding(target).clone()  # [V, H]
+        wide = torch.promote_types(target.info.dtype, torch.float32)
+        self.embedding = borrowed_embedding(target).to(wide, copy=True)  # [V, H]
         head = borrowed_head(target)
         # Tensors made in inference mode cannot be saved for a backward pass.
-        self.head = head.weight.detach().clone()  # [V, H]
-        self.head_bias = None if head.bias is None else head.bias.detach().clone()  # [V]
+        self.head = head.weight.detach().to(wide, copy=True)  # [V, H]
+        self.head_bias = None if head.bias is None else head.bias.detach().to(wide, copy=True)  # [V]
 
     @property
     def info(self) -> TargetInfo:
@@ -115,20 +117,9 @@ class TargetTables:
     def new_cache(self, batch: int, capacity: int) -> Cache:
         return self._target.new_cache(batch, capacity)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: Cache,
-        mask: Tensor | None = None,
-        taps: Sequence[int] = (),
-        layers: tuple[int, int] | None = None,
-        skip: Skip | None = None,
-        hidden_in: Tensor | None = None,
-        rows: Literal["all", "last", "none"] = "all",
-    ) -> TargetOutput:
+    def forward(self, *args: Any, **kwargs: Any) -> TargetOutput:
         """See `Target.forward`."""
-        return self._target.forward(tokens, positions, cache, mask, taps, layers, skip, hidden_in, rows)
+        return self._target.forward(*args, **kwargs)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens.clamp_min(0), self.embedding)
@@ -137,4 +128,4 @@ class TargetTables:
         return self._target.norm(hidden)
 
     def score(self, normed: Tensor) -> Tensor:
-        return F.linear(normed, self.head, self.head_bias)
+        return F.linear(normed.to(self.head.dtype), self.head, self.head_bias)

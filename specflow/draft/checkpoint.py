@@ -89,7 +89,7 @@ def read_options(config: M, weights: str | None) -> M:
     """Options with what the checkpoint says of itself filled in.
 
     A key of config.json serves where the recipe did not set it. Said twice it must be said alike: a network with
-    another shape than its training had drafts nonsense without a word.
+    another shape than its training had drafts nonsense without a word. Null in the recipe leaves it to the checkpoint.
 
     Args:
         config: What the recipe set.
@@ -106,7 +106,7 @@ def read_options(config: M, weights: str | None) -> M:
     unknown = sorted(set(found) - set(known))
     if unknown:
         raise CheckpointError(str(path), f"unknown key {unknown[0]!r}", f"options of the source: {', '.join(known)}")
-    explicit = {name: getattr(config, name) for name in config.model_fields_set}
+    explicit = {name: value for name in config.model_fields_set if (value := getattr(config, name)) is not None}
     ours, theirs = _validated(config, {**found, **explicit}, path), _validated(config, {**explicit, **found}, path)
     for name in sorted(set(found) & set(explicit)):
         mine, its = getattr(ours, name), getattr(theirs, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from specflow.draft.checkpoint import open_weights, read_options, trained_reader
 from specflow.draft.corrected import confidence_of
 from specflow.draft.feature_options import FeatureOptions
 from specflow.draft.nn.feature_step import FeatureNetwork, NetworkParts, Pairs, StepRows
-from specflow.draft.pending import TOGETHER, Pending
+from specflow.draft.pending import TOGETHER, Pending, pick_features
 from specflow.draft.shapes import make_drafter
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from specflow.law import DraftVocabulary
     from specflow.target.base import Cache, Target
     from specflow.target.cache import KVCache
-    from specflow.types import BlockShape, Entry, Features, Observation
+    from specflow.types import BlockShape, Entry, Observation
 
 __all__ = ["FeatureModel", "StepNetwork", "complete", "feature_drafter", "feature_graphs", "feature_trainable"]
 
@@ -86,7 +87,7 @@ class FeatureModel:
         self.network = network
         self._info = target.info
         self.most_positions = _positions(max_positions, target)
-        self._pending = Pending(self._pick)
+        self._pending = Pending(partial(pick_features, network.needs))
         self._num_modules = network.num_steps
         self.caches: list[KVCache] = []  # one a module
         self._newest: Tensor  # [J, B, H] what each module passes on from its last committed row
@@ -132,14 +133,6 @@ class FeatureModel:
     def open(self, anchors: Sequence[int], active: Sequence[bool]) -> Steps:
         self._catch_up()
         return _Recycled(self) if self._num_modules == 1 else _Serial(self)
-
-    def _pick(self, features: Features) -> Tensor:
-        """What of the target's features is read.  # -> [B, R, F]"""
-        if taps := self.needs.taps:
-            return torch.cat([features.taps[layer] for layer in taps], dim=-1)
-        hidden = features.hidden_pre if self.needs.hidden_pre else features.hidden_post
-        assert hidden is not None, "the target gave no hidden states"
-        return hidden
 
     def _catch_up(self) -> None:
         """Run everything observed since the last round, with true features."""

@@ -21,8 +21,7 @@ __all__ = ["LanguageModel"]
 
 CHUNK = 512
 """Prompt tokens of one pass."""
-_STRANGER = 0
-"""Read in place of a token that the draft model lacks: the text stands, the draft after it may be poor."""
+_PADDING = 0
 
 
 class LanguageModel:
@@ -32,20 +31,25 @@ class LanguageModel:
     own latest chain stays; the rest of the news, one or two tokens after a round, runs when the next round opens.
     Rounds that do not draft cost nothing.
 
+    A token that the draft model lacks is read as its first one: the text stands, the draft after it may be poor.
+
     Args:
         model: The draft model.
         context: Of the target.
+        vocabulary: What its ids mean; None: they are the target's, as far as it has them.
     """
 
     needs = Needs()
 
-    def __init__(self, model: Target, context: SourceContext) -> None:
+    def __init__(self, model: Target, context: SourceContext, vocabulary: DraftVocabulary | None = None) -> None:
         ours, full = model.info.vocab_size, context.target.info.vocab_size
         home = context.target.info.device
         self.most_positions, self.most_depth = model.info.context_length, context.k
-        self.vocabulary = DraftVocabulary(torch.arange(ours, device=home), full) if ours < full else None
-        self._pass = ModelPass(model, num_logits=full, home=home)
-        self._num_ids = ours
+        if vocabulary is None and ours < full:
+            vocabulary = DraftVocabulary(torch.arange(ours, device=home), full)
+        self.vocabulary = vocabulary
+        ids = None if vocabulary is None else vocabulary.from_target.clamp_min(0)
+        self._pass = ModelPass(model, num_logits=full, home=home, ids=ids)
         self._cache: Cache
         self._texts: list[list[int]] = []  # [B] all tokens of each row, the anchor included
         self._opened: list[bool] = []  # [B] whether rows of `_steps`, from the anchor's on, stand above the boundary
@@ -95,9 +99,8 @@ class LanguageModel:
         return self._steps
 
     def _news(self, row: int) -> list[int]:
-        """Tokens of a row that the cache does not hold, in the ids the model knows."""
-        unread = self._texts[row][self._cache.lengths[row] :]
-        return [token if token < self._num_ids else _STRANGER for token in unread]
+        """Tokens of a row that the cache does not hold."""
+        return self._texts[row][self._cache.lengths[row] :]
 
     def _read_prompt(self, row: int) -> None:
         """Of a long piece of news, all but the last token."""
@@ -112,7 +115,7 @@ class LanguageModel:
             view.keep([len(part)])
 
     def _padded(self, news: Sequence[Sequence[int]], width: int) -> DraftRows:
-        padded = [[*tokens, *[_STRANGER] * (width - len(tokens))] for tokens in news]
+        padded = [[*tokens, *[_PADDING] * (width - len(tokens))] for tokens in news]
         places = [range(length, length + width) for length in self._cache.lengths]
         tokens, positions = torch.tensor([padded, [list(place) for place in places]], device=self._pass.home)
         return DraftRows(tokens, positions)

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from specflow.draft.base import Needs
 from specflow.draft.checkpoint import open_weights
 from specflow.draft.lm_steps import DraftRows, ModelPass, PassSteps
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from specflow.draft.lm_steps import Shortcut
     from specflow.draft.nn.linear import Linear
+    from specflow.draft.nn.weights import WeightReader
     from specflow.law import DraftVocabulary
     from specflow.target.base import Cache, Target
     from specflow.types import Observation
 
-__all__ = ["ExitAdapter", "SharedLayers", "open_adapter"]
+__all__ = ["AdaptedExit", "ExitAdapter", "SharedLayers", "open_adapter", "read_adapter"]
 
 
 class SharedLayers:
@@ -64,7 +64,7 @@ class SharedLayers:
         return PassSteps(self._pass, cache, starts, first)
 
 
-class ExitAdapter:
+class ExitAdapter(nn.Module):
     """A residual correction of low rank before the final norm: h + up(down(h)).
 
     Args:
@@ -73,24 +73,53 @@ class ExitAdapter:
     """
 
     def __init__(self, down: Linear, up: Linear) -> None:
+        super().__init__()
         self.down, self.up = down, up
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """# [B, R, H] -> [B, R, H]"""
         change: Tensor = self.up(self.down(hidden.reshape(-1, hidden.shape[-1])))
         return hidden + change.view(hidden.shape)
 
 
+class AdaptedExit(nn.Module):
+    """An early exit as a function of rows: what the adapter makes of them, through the target's norm and head.
+
+    Args:
+        adapter: All that is trained.
+        layer: First layer that drafts do not run.
+        target: Whose norm and head it borrows.
+    """
+
+    def __init__(self, adapter: ExitAdapter, layer: int, target: Target) -> None:
+        super().__init__()
+        self.adapter, self.layer = adapter, layer
+        self._target = target
+
+    def forward(self, left: Tensor) -> Tensor:
+        """Logits from the residual stream at the exit.  # [B, R, H] -> [B, R, V]"""
+        return self._target.score(self._target.norm(self.adapter(left)))
+
+
+def read_adapter(reader: WeightReader, rank: int, width: int) -> ExitAdapter:
+    """An adapter of tensors `adapter.down.weight` and `adapter.up.weight`.
+
+    Raises:
+        CheckpointError: A tensor is missing or has the wrong shape.
+    """
+    down = reader.linear("adapter.down", rank, width, bias=False)
+    return ExitAdapter(down, reader.linear("adapter.up", width, rank, bias=False))
+
+
 def open_adapter(weights: str | None, seed: int, rank: int, target: Target, packed: bool = True) -> ExitAdapter:
-    """The adapter of a checkpoint (tensors adapter.down.weight and adapter.up.weight), or a random one.
+    """The adapter of a checkpoint, or a random one.
 
     Layers that will be written as graphs must not be packed.
 
     Raises:
         CheckpointError: A tensor is missing, left over or has the wrong shape.
     """
-    reader, width = open_weights(weights, seed, target, packed=packed), target.info.hidden_size
-    down = reader.linear("adapter.down", rank, width, bias=False)
-    up = reader.linear("adapter.up", width, rank, bias=False)
+    reader = open_weights(weights, seed, target, packed=packed)
+    adapter = read_adapter(reader, rank, target.info.hidden_size)
     reader.close()
-    return ExitAdapter(down, up)
+    return adapter

@@ -61,6 +61,7 @@ class ModelPass:
         shortcut: What is left out of it.
         num_logits: Logits beyond these are cut off: rows of a padded vocabulary.
         home: Device of tokens and results, where it is not the model's.
+        ids: The model's id of every token; None: they are the same.  # [V]
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class ModelPass:
         shortcut: Shortcut | None = None,
         num_logits: int | None = None,
         home: torch.device | None = None,
+        ids: Tensor | None = None,
     ) -> None:
+        self._ids = ids
         self.model, self._shortcut = model, shortcut or Shortcut()
         self._num_logits = num_logits or model.info.vocab_size
         self._home = home or model.info.device
@@ -110,8 +113,9 @@ class ModelPass:
 
     def _forward(self, rows: DraftRows, cache: Cache, scored: Literal["all", "last", "none"]) -> TargetOutput:
         device = self.model.info.device
+        tokens = rows.tokens if self._ids is None else self._ids[rows.tokens]
         return self.model.forward(
-            rows.tokens.to(device),
+            tokens.to(device),
             rows.positions.clamp_max(self._last_position).to(device),  # only of rows that nobody drafts for
             cache,
             mask=None if rows.mask is None else rows.mask.to(device),

@@ -11,9 +11,10 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specflow.draft.base import Needs
     from specflow.types import Features, Observation
 
-__all__ = ["TOGETHER", "Pending", "PendingRows"]
+__all__ = ["TOGETHER", "Pending", "PendingRows", "pick_features"]
 
 TOGETHER = 32
 """Rows with more positions than this (prompts) run on their own; fewer are padded to each other."""
@@ -80,6 +81,15 @@ class Pending:
         short = [pieces if size <= TOGETHER else [] for pieces, size in zip(rows, sizes, strict=True)]
         if any(short):
             yield _padded(short, None)
+
+
+def pick_features(needs: Needs, features: Features) -> Tensor:
+    """The features that a network asked for: its taps side by side, or one hidden state.  # [B, R, F]"""
+    if needs.taps:
+        return torch.cat([features.taps[layer] for layer in needs.taps], dim=-1)
+    hidden = features.hidden_pre if needs.hidden_pre else features.hidden_post
+    assert hidden is not None, "the target gave no hidden states"
+    return hidden
 
 
 def _padded(rows: Sequence[Sequence[_Piece]], row: int | None) -> PendingRows:

@@ -56,8 +56,9 @@ class SourceInfo:
             no network.
         trainable: Makes the network with weights that can be trained, from the arguments of `build` and the tensors
             that training begins with; None where there is nothing to train.
-        trainable: Makes the network with weights that can be trained, from the arguments of `build` and the tensors
-            that training begins with; None where there is nothing to train.
+        untrained: Methods of it that have no weights.
+        checkpoint: Option that names trained weights.
+        of_new: Options that shape new weights alone: where a checkpoint is named they are not set.
         methods: Preset name (`draft.method`) -> options it stands for; without any, the source's name is the preset.
     """
 
@@ -73,6 +74,9 @@ class SourceInfo:
     remembers: str | None = None
     graphs: Callable[[Any, SourceContext], NetworkGraphs] | None = None
     trainable: Callable[[Any, SourceContext, SeededTensors], Trainable] | None = None
+    untrained: tuple[str, ...] = ()
+    checkpoint: str = "weights"
+    of_new: tuple[str, ...] = ()
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def presets(self) -> dict[str, dict[str, Any]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from specflow.draft.borrowed import BorrowedHead
+from specflow.draft.shapes import ShapeOptions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pydantic import BaseModel
 
     from specflow.draft.base import Needs
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainable", "saved_options"]
 
-_NOT_SAVED = ("weights", "seed", "runtime", "method", "source", "k")
-"""Options of the recipe: a checkpoint says nothing about them."""
+_NOT_SAVED = ("weights", "seed", "runtime", "method", "source", "k", *ShapeOptions.model_fields)
+"""Options of the recipe: a checkpoint says nothing about them. It drafts chains as well as trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Trainable:
         vocabulary: What its ids mean; None: they are the target's.
         corrector: Follows the token before, where there is one.
         confidence: Says whether a token will stand, where there is one.
+        layout: The config.json of a checkpoint that other loaders read too; None: the options that are set.
+        accompany: Writes what else belongs into a checkpoint's directory.
     """
 
     network: nn.Module
@@ -46,6 +51,8 @@ class Trainable:
     vocabulary: DraftVocabulary | None = None
     corrector: TableCorrector | None = None
     confidence: LinearConfidence | None = None
+    layout: Mapping[str, Any] | None = None
+    accompany: Callable[[Path], None] | None = None
 
     def modules(self) -> nn.ModuleList:
         """All that is trained, as one module."""
@@ -67,7 +74,7 @@ class Trainable:
 
     def config(self) -> Mapping[str, Any]:
         """The config.json of a checkpoint."""
-        return saved_options(self.options)
+        return saved_options(self.options) if self.layout is None else self.layout
 
 
 def saved_options(options: BaseModel) -> dict[str, Any]:

@@ -297,7 +297,7 @@ class TestRandomModel:
             SOURCE.config(width=65, heads=4)
         with pytest.raises(ValidationError):
             SOURCE.config(device="somewhere")
-        with pytest.raises(ValidationError, match="width, seed: options of a random draft model, and model is some"):
+        with pytest.raises(ValidationError, match="width, seed: options of a new draft model, and model is some"):
             SOURCE.config(model="some", width=128, seed=1)
 
 

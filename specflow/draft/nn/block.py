@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specflow.draft.nn.attention import AttentionPlan, KeyRooms
 from specflow.draft.nn.linear import MAX_INVARIANT_ROWS, Linear
 from specflow.draft.nn.rope import rotate
 
-__all__ = ["BlockWeights", "DecoderBlock", "Pass", "RMSNorm"]
+__all__ = ["BlockWeights", "DecoderBlock", "Pass", "RMSNorm", "Rooms", "Sighted"]
 
 
 class RMSNorm(nn.Module):
@@ -40,15 +40,29 @@ class RMSNorm(nn.Module):
         return (rows / length * self.gain).to(rows.dtype)
 
 
+class Rooms(Protocol):
+    """Where the key and value rows of a pass go."""
+
+    def write(self, layer: int, fresh: Tensor) -> None:
+        """Take a layer's rows.  # [R, 2, Hk, Dh]"""
+
+
+class Sighted(Protocol):
+    """Attention that knows which keys each row of a pass sees."""
+
+    def attend(self, queries: Tensor, rooms: Any, layer: int, scale: float) -> Tensor:
+        """Attention over what was written to the rooms.  # [R, Hq, Dh] -> [R, Hq * Dh]"""
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """What all layers of one pass share."""
 
     cos: Tensor  # [R, Hq + 2 Hk, Dh], R = B * M; 1 for value heads
     sin: Tensor  # likewise; 0 for value heads
-    rooms: KeyRooms
-    full: AttentionPlan | None  # None where all layers have a sliding window
-    windowed: AttentionPlan | None  # None where no layer has one
+    rooms: Rooms
+    full: Sighted | None  # None where all layers have a sliding window
+    windowed: Sighted | None  # None where no layer has one
     split: bool  # run linears in pieces of at most MAX_INVARIANT_ROWS rows
 
     def apply(self, linear: Linear, rows: Tensor) -> Tensor:
@@ -118,13 +132,26 @@ class DecoderBlock(nn.Module):
         return shared.apply(self.out, mixed.expand(normed.shape[0], -1) if real == 1 else mixed)
 
     def write_context(self, context: Tensor, layer: int, shared: Pass) -> None:
-        """Write key and value rows made from injected context, which passes neither norm nor query.  # [R, H]"""
-        self._heads(context, layer, shared)
+        """Write key and value rows made from injected context, which passes neither norm nor query.
+
+        Args:
+            context: # [R, H]
+            layer: Which slots of the cache are this block's.
+            shared: Its rotation may leave out the queries, which context has none of.
+        """
+        rows, kept = context.shape[0], 2 * self.num_kv_heads
+        heads = self.qkv.tail(context, self.num_heads * self.head_width).view(rows, kept, self.head_width)
+        if self.key_norm is not None:
+            keys, values = heads.chunk(2, dim=1)
+            heads = torch.cat((self.key_norm(keys), values), dim=1)
+        if self.rotary:
+            heads = rotate(heads, shared.cos[:, -kept:], shared.sin[:, -kept:])
+        shared.rooms.write(layer, heads.view(rows, 2, self.num_kv_heads, self.head_width))
 
     def _heads(self, normed: Tensor, layer: int, shared: Pass) -> Tensor:
         """Rotated queries and keys, and values; the last two are written above the committed rows."""
-        real = shared.cos.shape[0]
-        heads = shared.apply(self.qkv, normed)[:real].view(real, -1, self.head_width)
+        real, count = shared.cos.shape[:2]
+        heads = shared.apply(self.qkv, normed)[:real].view(real, count, self.head_width)
         if self.query_norm is not None and self.key_norm is not None:
             sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
             queries, keys, values = torch.split(heads, sizes, dim=1)

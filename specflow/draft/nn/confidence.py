@@ -47,17 +47,20 @@ class LinearConfidence(nn.Module):
         self.temperatures = tuple(temperatures)
         self._token_rows = token_rows
 
-    def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, before: Tensor, rows: Tensor | None = None) -> Tensor:
         """Without temperature, for training and calibration.
 
         Args:
             hidden: h_k.  # [..., H]
             before: Target id of x_{k-1}.  # [...]
+            rows: W1[x_{k-1}], where they are at hand; read by a head with token rows.  # [..., r]
 
         Returns:
             Log-odds that x_k stands.  # [...] float32 or wider
         """
-        seen = hidden if self._token_rows is None else torch.cat((hidden, self._token_rows(before)), dim=-1)
+        seen = hidden
+        if self._token_rows is not None:
+            seen = torch.cat((hidden, self._token_rows(before) if rows is None else rows), dim=-1)
         return over_rows(self.proj, seen.to(self.proj.weight.dtype)).squeeze(-1)
 
     def forward(self, hidden: Tensor, before: Tensor, step: int) -> Tensor:

@@ -72,7 +72,7 @@ class BlockLayers(nn.Module):
     def __init__(self, options: BackboneOptions, taps: Sequence[int], reader: WeightReader, target: Target) -> None:
         super().__init__()
         info = target.info
-        self.options, self.target = options, target
+        self.options, self.target, self.taps = options, target, tuple(taps)
         self.shape = shape = options.shape_for(info.shape)
         width = shape.hidden_size
         self.fusion = reader.linear("fc", width, len(taps) * info.hidden_size, bias=False)
@@ -111,13 +111,13 @@ class BlockLayers(nn.Module):
     def fill(self, tokens: Tensor, cache: KVCache) -> Marginals:
         """See `BlockNetwork.fill`."""
         batch, slots = tokens.shape
-        hidden = self._embed(tokens).flatten(0, 1)
+        hidden = self.embed(tokens).flatten(0, 1)
         shared = self._share(slots, cache)
         for index, layer in enumerate(self.layers):
             hidden = hidden + layer.attend(hidden, index, shared)
             hidden = hidden + layer.feed(hidden, shared)
         normed = self.norm(hidden.view(batch, slots, -1)[:, self.options.first_slot :])
-        return Marginals(self._score(normed), normed)
+        return Marginals(self.score(normed), normed)
 
     def _share(self, slots: int, cache: KVCache) -> Pass:
         """What the layers share in a block's pass."""
@@ -135,11 +135,12 @@ class BlockLayers(nn.Module):
         cos, sin = self.rotary.at(positions.flatten(), rotated, kept)
         return Pass(cos, sin, rooms, None, None, split=False)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """# [B, R] -> [B, R, H]"""
         return self.target.embed(tokens) if self.embedding is None else F.embedding(tokens, self.embedding)
 
-    def _score(self, normed: Tensor) -> Tensor:
-        """# [B, K, H] -> [B, K, Vd]"""
+    def score(self, normed: Tensor) -> Tensor:
+        """The head.  # [B, K, H] -> [B, K, Vd]"""
         if self.head is None:
             logits = self.target.score(normed)
         else:

@@ -68,17 +68,30 @@ class TableCorrector(nn.Module, ABC):
         """See `Corrector.begin`.  # [B, 0]"""
         return self.table.new_zeros(batch, 0)
 
-    @abstractmethod
     def correct(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `Corrector.correct`."""
+        return self.follow(self.embed(previous), hidden, state)
+
+    @abstractmethod
+    def follow(self, rows: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from the table's rows of the tokens before, where they are at hand.
+
+        Args:
+            rows: W1[x_{k-1}].  # [..., r]
+            hidden: h_k.  # [..., H]
+            state: s_{k-1}.  # [..., X]
+
+        Returns:
+            B_k [..., Vd] and s_k [..., X].
+        """
 
 
 class MarkovCorrector(TableCorrector):
     """The bias depends on the previous token alone."""
 
-    def correct(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Corrector.correct`."""
-        return over_rows(self.out, self.embed(previous)), state
+    def follow(self, rows: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See `TableCorrector.follow`."""
+        return over_rows(self.out, rows), state
 
 
 class GatedCorrector(TableCorrector):
@@ -94,11 +107,10 @@ class GatedCorrector(TableCorrector):
         super().__init__(table, out)
         self.gate = gate
 
-    def correct(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Corrector.correct`."""
-        row = self.embed(previous)
-        gate = over_rows(self.gate, torch.cat((hidden, row), dim=-1)).sigmoid()
-        return over_rows(self.out, gate * row), state
+    def follow(self, rows: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See `TableCorrector.follow`."""
+        gate = over_rows(self.gate, torch.cat((hidden, rows), dim=-1)).sigmoid()
+        return over_rows(self.out, gate * rows), state
 
 
 class RNNCorrector(TableCorrector):
@@ -118,9 +130,9 @@ class RNNCorrector(TableCorrector):
         """# [B, r]"""
         return self.table.new_zeros(batch, self.table.shape[1])
 
-    def correct(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Corrector.correct`. The bias is made from the state before the token, not from the one after it."""
-        seen = torch.cat((state, self.embed(previous), hidden), dim=-1)
+    def follow(self, rows: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See `TableCorrector.follow`. The bias is made from the state before the token, not from the one after it."""
+        seen = torch.cat((state, rows, hidden), dim=-1)
         gate, candidate, output = over_rows(self.joint, seen).chunk(3, dim=-1)
         kept = gate.sigmoid()
         return over_rows(self.out, output.tanh()), kept * state + (1.0 - kept) * candidate.tanh()

@@ -80,17 +80,28 @@ class FeatureStep(nn.Module):
         self.embedding_norm, self.hidden_norm = parts.embedding_norm, parts.hidden_norm
         self.form = form
 
-    def forward(self, embedded: Tensor, hidden: Tensor, shared: Pass) -> StepRows:
-        """Run rows over those in the cache.  # [R, H], [R, H] -> [R, H] each"""
+    def forward(self, embedded: Tensor, hidden: Tensor, shared: Pass, needed: Tensor | None = None) -> StepRows:
+        """Run rows over those that the pass lets them see.
+
+        Args:
+            embedded: # [R, H]
+            hidden: # [R, H]
+            shared: What tells who sees whom.
+            needed: Rows to give, those that the pass attends for; the others are keys and values only.  # [N]
+
+        Returns:
+            # [R, H] each, or [N, H]
+        """
         e = embedded if self.embedding_norm is None else self.embedding_norm(embedded)
         h = hidden if self.hidden_norm is None else self.hidden_norm(hidden)
         pair = torch.cat((h, e) if self.form.hidden_first else (e, h), dim=-1)
         if self.fc is None:
             stream = h if self.form.norm_residual else hidden
-            stream = stream + self.block.attend_to(pair, 0, shared)
+            mixed = self.block.attend_to(pair, 0, shared)
         else:
             stream = shared.apply(self.fc, pair)
-            stream = stream + self.block.attend(stream, 0, shared)
+            mixed = self.block.attend(stream, 0, shared)
+        stream = (stream if needed is None else stream[needed]) + mixed
         stream = stream + self.block.feed(stream, shared)
         normed = stream if self.norm is None else self.norm(stream)
         return StepRows(normed if self.form.recycle_normed else stream, normed)
@@ -177,22 +188,37 @@ class FeatureNetwork(nn.Module):
         """
         batch, rows = pairs.tokens.shape
         shape, positions = self.shape, pairs.positions
-        step: FeatureStep = self.steps[index]  # type: ignore[assignment]
         cos, sin = self.rotary.at(positions.reshape(-1), shape.num_heads + shape.num_kv_heads, shape.num_kv_heads)
         plan = plan_attention(cache.lengths, positions, mask, None, False, self.dtype)
         shared = Pass(cos, sin, KeyRooms(cache.data, plan), plan, None, split=False)  # type: ignore[attr-defined]
-        embedded = self._embed(pairs.tokens)
-        if step.form.zero_first:
-            embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0.0)
-        out = step(embedded.flatten(0, 1), pairs.hidden.flatten(0, 1), shared)
+        out = self.step(index, Pairs(pairs.tokens.flatten(), pairs.hidden.flatten(0, 1), positions.flatten()), shared)
         return StepRows(out.recycled.view(batch, rows, -1), out.scored.view(batch, rows, -1))
 
+    def step(self, index: int, pairs: Pairs, shared: Pass, needed: Tensor | None = None) -> StepRows:
+        """Flat rows through a step module, seeing what the pass lets them see.
+
+        Args:
+            index: Which module.
+            pairs: Its rows.  # [R] and [R, H]
+            shared: The pass, laid out for these rows.
+            needed: As in `FeatureStep.forward`.  # [N]
+
+        Returns:
+            # [R, H] each, or [N, H]
+        """
+        module: FeatureStep = self.steps[index]  # type: ignore[assignment]
+        embedded = self._embed(pairs.tokens.unsqueeze(0))[0].to(pairs.hidden.dtype)
+        if module.form.zero_first:
+            embedded = embedded.masked_fill((pairs.positions == 0).unsqueeze(-1), 0.0)
+        rows: StepRows = module(embedded, pairs.hidden, shared, needed)
+        return rows
+
     def score(self, scored: Tensor) -> Tensor:
-        """The head.  # [B, R, H] -> [B, R, Vd]"""
+        """The head.  # [..., H] -> [..., Vd]"""
         if self.head is None:
             return self.target.score(scored)
         logits: Tensor = self.head(scored.flatten(0, -2))
-        return logits.view(*scored.shape[:-1], -1)
+        return logits.view(*scored.shape[:-1], logits.shape[-1])
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.embedding is None:

@@ -40,6 +40,12 @@ class Linear(nn.Linear):
             return F.linear(rows, self.weight, self.bias)
         return _run_packed(rows, self._packed, self.bias)
 
+    def tail(self, rows: Tensor, first: int) -> Tensor:
+        """The outputs from one on; packed weights make the others too.  # [R, in] -> [R, out - first]"""
+        if self._packed is not None:
+            return self(rows)[:, first:]  # type: ignore[no-any-return]
+        return F.linear(rows, self.weight[first:], None if self.bias is None else self.bias[first:])
+
     def pack(self) -> None:
         """Repack the weight for oneDNN where that works, and free the plain copy. Inference only."""
         if self._packed is None and self.weight.device.type == "cpu" and not pack_refusal(self.weight.dtype):

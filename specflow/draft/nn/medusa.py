@@ -75,8 +75,18 @@ class MedusaHeads(nn.Module):
         hidden = torch.stack([head(features) for head in self.blocks], dim=-2)
         if self.outputs is None:
             return self._score(hidden), hidden
-        logits = [over_rows(output, rows) for output, rows in zip(self.outputs, hidden.unbind(-2), strict=True)]  # type: ignore[arg-type]
+        logits = [self._score_of(k, rows) for k, rows in enumerate(hidden.unbind(-2))]
         return torch.stack(logits, dim=-2), hidden
+
+    def head(self, k: int, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and hidden rows of one head, counted from 0.  # [..., H] -> [..., Vd], [..., H]"""
+        hidden = self.blocks[k](features)
+        return self._score_of(k, hidden), hidden
+
+    def _score_of(self, k: int, hidden: Tensor) -> Tensor:
+        if self.outputs is None:
+            return self._score(hidden)
+        return over_rows(self.outputs[k], hidden)  # type: ignore[arg-type]
 
 
 def read_medusa(reader: WeightReader, shape: MedusaShape, score: Callable[[Tensor], Tensor]) -> MedusaHeads:

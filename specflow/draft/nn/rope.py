@@ -97,5 +97,5 @@ class RotaryTable:
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the halves of every head; the sign of the rotation is in the sines.  # [R, heads, Dh] each"""
-    halves = heads.view(*heads.shape[:-1], 2, -1)
+    halves = heads.view(*heads.shape[:-1], 2, heads.shape[-1] // 2)
     return torch.addcmul(heads * cos, halves.flip(-2).view(heads.shape), sin)

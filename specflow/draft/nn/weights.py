@@ -34,6 +34,10 @@ class SeededTensors:
     def __contains__(self, name: str) -> bool:
         return name in self.given
 
+    def holding(self, more: Mapping[str, Tensor]) -> SeededTensors:
+        """The same, with some more that are not drawn, where they are not given already."""
+        return type(self)(self._seed, {**more, **self.given})
+
     def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Gains about 1, biases about 0, matrices that keep the size of what passes through.  # float32"""
         key = int.from_bytes(blake2b(f"{self._seed} {name}".encode(), digest_size=7).digest(), "little")

@@ -16,9 +16,11 @@ from specflow.draft.shapes import ShapeOptions, make_drafter
 if TYPE_CHECKING:
     from specflow.draft.base import Drafter, SourceContext
     from specflow.draft.lm_steps import Shortcut
+    from specflow.draft.nn.weights import SeededTensors
+    from specflow.draft.trainable import Trainable
     from specflow.onnx.graphs import NetworkGraphs
 
-__all__ = ["SOURCE", "SkippedLayersConfig", "build", "graphs"]
+__all__ = ["SOURCE", "SkippedLayersConfig", "build", "graphs", "trainable"]
 
 _OF_EXITS = ("exit_layer", "adapter_rank", "weights")
 _OF_SKIPS = ("skip_attention", "skip_mlp")
@@ -95,25 +97,55 @@ def graphs(config: SkippedLayersConfig, context: SourceContext) -> NetworkGraphs
     return SharedLayersGraphs(context.weights, shortcut, context.target)
 
 
+def trainable(config: SkippedLayersConfig, context: SourceContext, tensors: SeededTensors) -> Trainable:
+    """The adapter of an early exit with weights that can be trained.
+
+    Raises:
+        GraphError: There is no adapter, or no such layer.
+    """
+    from specflow.draft.base import Needs
+    from specflow.draft.checkpoint import trained_reader
+    from specflow.draft.lm_shared import AdaptedExit, read_adapter
+    from specflow.draft.trainable import Trainable
+    from specflow.errors import GraphError
+
+    rank = config.adapter_rank
+    if rank is None:
+        hint = "--set draft.adapter_rank=64" if config.leave_out == "tail" else "train method early_exit"
+        raise GraphError("draft.adapter_rank", "no adapter: nothing to train", "the rank of one", hint)
+    layer, target = _exit_layer(config, context), context.target
+    reader = trained_reader(tensors, target)
+    adapter = read_adapter(reader, rank, target.info.hidden_size)
+    reader.close()
+    chosen = {name: getattr(config, name) for name in config.model_fields_set} | {"exit_layer": layer}
+    options = SkippedLayersConfig.model_validate(chosen)
+    return Trainable(AdaptedExit(adapter, layer, target), options, reader, Needs(taps=(layer - 1,)))
+
+
 def _shortcut(config: SkippedLayersConfig, context: SourceContext, packed: bool = True) -> Shortcut:
     from specflow.draft.lm_shared import open_adapter
     from specflow.draft.lm_steps import Shortcut
     from specflow.errors import GraphError
     from specflow.types import Skip
 
-    num_layers = context.target.info.num_layers
     if config.leave_out == "sublayers":
         for name in _OF_SKIPS:
-            _check_layers(name, getattr(config, name), num_layers - 1)
+            _check_layers(name, getattr(config, name), context.target.info.num_layers - 1)
         return Shortcut(skip=Skip(frozenset(config.skip_attention), frozenset(config.skip_mlp)))
-    layer = max(1, 2 * num_layers // 3) if config.exit_layer is None else config.exit_layer
-    _check_layers("exit_layer", (layer,), num_layers)
+    layer = _exit_layer(config, context)
     rank = config.adapter_rank
     if rank is None and config.weights is not None:
         hint = "set adapter_rank, here or in the checkpoint's config.json, or leave the weights out"
         raise GraphError("draft.weights", "an adapter without adapter_rank: nothing would read it", "its rank", hint)
     adapter = None if rank is None else open_adapter(config.weights, config.seed, rank, context.target, packed)
     return Shortcut(exit_layer=layer, adapter=adapter)
+
+
+def _exit_layer(config: SkippedLayersConfig, context: SourceContext) -> int:
+    num_layers = context.target.info.num_layers
+    layer = max(1, 2 * num_layers // 3) if config.exit_layer is None else config.exit_layer
+    _check_layers("exit_layer", (layer,), num_layers)
+    return layer
 
 
 def _check_layers(name: str, layers: tuple[int, ...], most: int) -> None:
@@ -135,5 +167,7 @@ SOURCE = SourceInfo(
     law="sampled",
     confidence_from="self",
     graphs=graphs,
+    trainable=trainable,
+    untrained=("layer_skip",),
     methods={"layer_skip": {"leave_out": "sublayers"}, "early_exit": {"leave_out": "tail"}},
 )

@@ -1,0 +1,61 @@
+"""Where a run stands, kept so that it goes on exactly: weights, the optimiser's state, and what watches the loss."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specflow.errors import DataError
+
+__all__ = ["load_state", "save_state"]
+
+_FILE = "state.pt"
+
+
+def save_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Keep a state: the new one stands whole, or the one before it still does.
+
+    Args:
+        folder: Where; it is made.
+        state: Tensors, numbers and words, in mappings and lists.
+
+    Raises:
+        DataError: The disk has no room.
+    """
+    draft = folder / f".{_FILE}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as stream:
+            torch.save(dict(state), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(folder / _FILE)
+    except (OSError, RuntimeError) as error:  # torch's writer has an error of its own
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        hint = "the checkpoint before it is intact; make room and call the command again"
+        raise DataError(str(folder), f"cannot keep a checkpoint: {error}", "a disk with room", hint) from error
+
+
+def load_state(folder: Path) -> dict[str, Any] | None:
+    """The state that was kept; None where there is none.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    file = folder / _FILE
+    if not file.exists():
+        return None
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        assert isinstance(state, dict)
+    except Exception as error:  # a damaged file can break its reader in any way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        hint = "remove the folder to begin again from the first step"
+        raise DataError(str(file), f"cannot be read: {reason}", "a whole checkpoint", hint) from error
+    return state
