@@ -32,7 +32,8 @@ RECIPES = ("vanilla", "ngram", "suffix")
 OURS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("float32", ("target.dtype=float32",)),
     ("bfloat16", ("target.dtype=bfloat16",)),
-    ("int8", ("target.dtype=int8",)),
+    ("int8", ("target.dtype=int8", "target.runtime=onnx")),
+    ("int8-openvino", ("target.dtype=int8", "target.runtime=openvino")),
     ("int4", ("target.dtype=int4",)),
 )
 """Type of the weights -> settings of all recipes. The first one's plain decoding is what texts are compared with."""

@@ -104,10 +104,10 @@ def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = Non
 
 
 def threads_beside(recipe: Recipe, loaded: LoadedTarget) -> int | None:
-    """Threads of torch while decoding: one, where ONNX Runtime computes all networks; None leaves them alone."""
+    """Threads of torch while decoding: one, where all networks are ONNX graphs; None leaves them alone."""
     parts = recipe.draft.parts if recipe.draft is not None else ()
     in_torch = any(getattr(part, "runtime", "auto") == "torch" for part in parts)
-    return 1 if loaded.target.info.runtime == "onnx" and not in_torch else None
+    return None if loaded.target.info.in_torch or in_torch else 1
 
 
 def load_target(section: TargetSection) -> LoadedTarget:

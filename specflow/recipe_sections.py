@@ -56,10 +56,10 @@ class TargetSection(Section):
 
     model: str = Field("smollm2-135m", min_length=1, description="embedded model, HF id, local folder or .gguf file")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64", "int8", "int4"] = Field(
-        "auto", description="type of the weights; int8 and int4 are float32 with quantised weights, in ONNX Runtime"
+        "auto", description="type of the weights; int8 and int4 are float32 with quantised weights, as ONNX graphs"
     )
-    runtime: Literal["auto", "torch", "onnx"] = Field(
-        "auto", description="what computes it: torch or ONNX Runtime; auto measures once on a CPU"
+    runtime: Literal["auto", "torch", "onnx", "openvino"] = Field(
+        "auto", description="what computes it: torch, ONNX Runtime or OpenVINO; auto measures once on a CPU"
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:0, mps")
     implementation: Literal["auto", "native", "transformers"] = Field("auto", description="which decoder computes it")
@@ -77,8 +77,9 @@ class TargetSection(Section):
 
     @model_validator(mode="after")
     def _one_runtime(self) -> TargetSection:
-        if self.runtime == "onnx" and self.implementation == "transformers":
-            raise fault("runtime", "onnx with implementation: transformers", "runtime: torch, or implementation: auto")
+        if self.runtime in ("onnx", "openvino") and self.implementation == "transformers":
+            found = f"{self.runtime} with implementation: transformers"
+            raise fault("runtime", found, "runtime: torch, or implementation: auto")
         if self.quantization and self.runtime == "torch":
             raise fault("runtime", f"torch with dtype: {self.dtype}", "runtime: onnx or auto for quantised weights")
         return self

@@ -39,10 +39,13 @@ RUN = 128  # long rows are searched in two steps: the run of this many entries, 
 def lowest_argmax(scores: Tensor) -> Tensor:
     """Index of the largest score, the lowest one of equals.  # [..., V] -> [...] int64
 
-    On CPUs torch's arg-max is scalar code, several times slower than the maximum itself; maxima of runs first.
+    On CPUs torch's arg-max is scalar code, several times slower than the maximum itself. Numpy's is not, for the types
+    it knows as numbers; for others maxima of runs first.
     """
     if scores.device.type != "cpu":
         return scores.argmax(-1)
+    if scores.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
     runs = _in_runs(scores, -torch.inf)
     best = runs.amax(-1).argmax(-1, keepdim=True)
     return best.squeeze(-1) * RUN + _pick_run(runs, best).argmax(-1)

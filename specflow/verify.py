@@ -16,7 +16,7 @@ from specflow.errors import GraphError
 from specflow.rules import RULE_INFOS, BlockConfig, RejectionConfig, TypicalConfig
 from specflow.sampling import draw_tokens
 from specflow.tree import scoring_rows, valid_nodes
-from specflow.verify_rows import chosen, deepest, row_of, verdict_for
+from specflow.verify_rows import along_chain, chosen, deepest, row_of, verdict_for
 from specflow.verify_tree import Descent, descend_points, descend_samples
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Match:
 
     def verify(self, block: DraftBlock, law: TargetLaw, noise: RoundNoise) -> Verdict:
         said = law.draw(None if law.greedy else noise.rows("target", block.topology))  # [B, M]
+        if block.topology.is_chain:
+            return along_chain(block, said)
         rows = scoring_rows(block.topology, len(said))
         last = deepest(block, block.tokens == said.gather(1, rows))
         return verdict_for(block, last, said.gather(1, last.unsqueeze(1)))

@@ -15,7 +15,7 @@ from torch import Tensor
 from specflow.onnx.store import GraphStore
 from specflow.target.base import Target, TargetOptions
 from specflow.target.huggingface import HuggingFaceTarget
-from specflow.target.onnx import OnnxTarget, model_graphs
+from specflow.target.onnx import ONNX_RUNTIME, OPENVINO, GraphRuntime, OnnxTarget, model_graphs
 from specflow.target.transformer import NativeTarget
 from specflow.types import TargetOutput
 
@@ -88,20 +88,26 @@ def make_adapter(model: Any, dtype: torch.dtype = torch.float32) -> HuggingFaceT
     return HuggingFaceTarget(model.to(dtype), TargetOptions("tiny", dtype, CPU, (2,)))
 
 
-def make_onnx(model: Any, dtype: torch.dtype = torch.float32, row_invariant: bool | None = None) -> OnnxTarget:
+def make_onnx(
+    model: Any,
+    dtype: torch.dtype = torch.float32,
+    row_invariant: bool | None = None,
+    runtime: GraphRuntime = ONNX_RUNTIME,
+) -> OnnxTarget:
     """The model as graphs, in a folder that lives as long as the process."""
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     store = GraphStore(Path(GRAPHS.name) / uuid4().hex)
     options = TargetOptions("tiny", dtype, CPU, (2,), row_invariant)
-    graphs = model_graphs(model.config, tensors, store.find, {"model": "tiny"}, options)
+    graphs = model_graphs(model.config, tensors, store.find, {"model": "tiny"}, options, runtime)
     return OnnxTarget(graphs, options)
 
 
 def make_target(runtime: str, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Target:
     """float64 is float32 where a runtime has none."""
     model = make_model(family, **changes)
-    if runtime == "onnx":
-        return make_onnx(model, torch.float32 if dtype == torch.float64 else dtype)
+    if runtime in ("onnx", "openvino"):
+        dtype = torch.float32 if dtype == torch.float64 else dtype
+        return make_onnx(model, dtype, runtime=OPENVINO if runtime == "openvino" else ONNX_RUNTIME)
     return make_native(model, dtype) if runtime == "native" else make_adapter(model, dtype)
 
 

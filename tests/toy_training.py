@@ -32,11 +32,11 @@ class ChattyText(NumberText):
         """Nothing is written: numbers are their own tokens."""
 
 
-def toy_target(layers: int = 2, sharpness: float = 4.0) -> LoadedTarget:
+def toy_target(layers: int = 2, sharpness: float = 32.0) -> LoadedTarget:
     """A tiny model in float32 that is sure of what it says."""
     model = tiny_model(layers=layers)
     with torch.no_grad():
-        model.model.norm.weight.mul_(sharpness)
+        model.lm_head.weight.mul_(sharpness)
     options = TargetOptions("tiny", torch.float32, torch.device("cpu"), stop_ids=(EOS,))
     return LoadedTarget(NativeTarget(model.config, dict(model.state_dict()), options), ChattyText())
 
@@ -71,6 +71,8 @@ def toy_recipe(**draft: object) -> Recipe:
 
 TOY = {"batch_tokens": 128, "max_length": 64, "anchors": 8, "held_out": 0.1}
 """Options that suit the toy set."""
+WHOLE = Session(1000, 1000)
+"""Neither measured nor kept on the way."""
 
 
 def toy_run(
@@ -81,7 +83,7 @@ def toy_run(
     return TrainingRun(RunPlan(recipe, corpus, output, chosen, **plan), loaded, Processes(on_cpu=True))
 
 
-def train(run: TrainingRun, session: Session = Session(1000, 1000)) -> TrainingRun:
+def train(run: TrainingRun, session: Session = WHOLE) -> TrainingRun:
     """Make all steps."""
     for _ in run.capture():
         pass

@@ -50,6 +50,7 @@ def diagnose() -> dict[str, Any]:
         "devices": _devices() if versions["torch"] else [],
         "versions": versions,
         "onnxruntime": onnx,
+        "openvino": {"version": package_version("openvino")},
         "packed_linears": _packed() if versions["torch"] else {},
         "cache": cache,
         "missing": missing,
@@ -136,6 +137,7 @@ def _print_report(report: dict[str, Any]) -> None:
     table.add_row("onnxruntime", onnx["version"] or "[red]missing[/red]")
     for name, text in _onnx_rows(report):
         table.add_row(name, text)
+    table.add_row("openvino", report["openvino"]["version"] or "not installed (optional)")
     if packed:
         table.add_row("packed linears", "yes" if packed["available"] else f"no: {packed['reason']}")
         states = [f"{dtype} {'yes' if holds else 'no'}" for dtype, holds in packed["row_invariant"].items()]

@@ -69,12 +69,12 @@ def _in_torch(recipe: Recipe) -> Recipe:
     """The recipe with its target in torch, where a set of layers costs nothing to try.
 
     Raises:
-        RecipeError: It asks for ONNX Runtime, where every set would be written and opened as a model of its own.
+        RecipeError: It asks for ONNX graphs, where every set would be written and opened as a model of its own.
     """
     from specflow.errors import RecipeError
 
     target = recipe.target
-    if target.runtime == "onnx" or target.quantization:
+    if target.runtime in ("onnx", "openvino") or target.quantization:
         found = f"{target.runtime}, dtype {target.dtype}: every set of layers would be a graph of its own"
         raise RecipeError("target.runtime", found, "torch", "search in torch; what it finds runs anywhere")
     return recipe.model_copy(update={"target": target.model_copy(update={"runtime": "torch"})})

@@ -47,6 +47,7 @@ def train(
     weight_decay: Annotated[float | None, _option("weight_decay")] = None,
     seed: Annotated[int | None, _option("seed")] = None,
     held_out: Annotated[float | None, _option("held_out")] = None,
+    evaluate_tokens: Annotated[int | None, _option("evaluate_tokens")] = None,
     depth: Annotated[int | None, _option("depth")] = None,
     anchors: Annotated[int | None, _option("anchors")] = None,
     draft_vocab: Annotated[int | None, _option("draft_vocab")] = None,
@@ -83,18 +84,18 @@ def _train(given: Mapping[str, Any], options: TrainOptions) -> bool:
     overrides = list(given["overrides"] or ())
     recipe = load_recipe(given["recipe"], overrides)
     trained_part(recipe)
-    processes = _processes(recipe)
-    answers = given["corpus"] or _draw(recipe, given, processes)
-    with working(f"loading {recipe.target.model}", processes.is_first):
-        from specflow.build import load_target
-        from specflow.train.run import RunPlan, Session, TrainingRun
+    with _processes(recipe) as processes:
+        answers = given["corpus"] or _draw(recipe, given, processes)
+        with working(f"loading {recipe.target.model}", processes.is_first):
+            from specflow.build import load_target
+            from specflow.train.run import RunPlan, Session, TrainingRun
 
-        loaded = load_target(_placed(recipe, processes).target)
-        features = None if given["features"] == "online" else Path(given["features"])
-        plan = RunPlan(recipe, answers, given["output_dir"], options, features, given["checkpoint"])
-        run = TrainingRun(plan, loaded, processes)
-    session = Session(given["evaluate_every"], given["checkpoint_every"], given["minutes"])
-    return _go(run, session, processes)
+            loaded = load_target(_placed(recipe, processes).target)
+            features = None if given["features"] == "online" else Path(given["features"])
+            plan = RunPlan(recipe, answers, given["output_dir"], options, features, given["checkpoint"])
+            run = TrainingRun(plan, loaded, processes)
+        session = Session(given["evaluate_every"], given["checkpoint_every"], given["minutes"])
+        return _go(run, session, processes)
 
 
 def _options(given: Mapping[str, Any]) -> TrainOptions:

@@ -45,7 +45,7 @@ class SourceContext:
 
     def takes_onnx(self, runtime: str) -> bool:
         """Whether a network with this `draft.runtime` runs as ONNX graphs: auto follows the target."""
-        return runtime == "onnx" or (runtime == "auto" and self.target.info.runtime == "onnx")
+        return runtime == "onnx" or (runtime == "auto" and not self.target.info.in_torch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from specflow.draft.borrowed import borrowed_embedding, borrowed_head
-from specflow.draft.nn.attention import attention_biases
 from specflow.draft.nn.context_block import block_positions, block_sights, scale_logits
 from specflow.draft.onnx_loop import Emitted
 from specflow.draft.onnx_parallel import Trial, write_marginals
 from specflow.draft.parallel import Marginals
+from specflow.onnx.above import feeds_above
 from specflow.onnx.graphs import DraftFacts, OutputError
 from specflow.onnx.layers import PassGraph, Stream, add_norm, linear, norm
 from specflow.onnx.session import OnnxSession
@@ -200,15 +200,14 @@ class OnnxBlock:
     @torch.inference_mode()
     def inject(self, features: Tensor, positions: Tensor, cache: KVCache) -> None:
         """See `BlockNetwork.inject`."""
-        cache.make_room(max(cache.lengths) + positions.shape[1])
-        feeds = {"features": features.contiguous(), "positions": positions.contiguous(), "starts": _starts(cache)}
+        feeds = feeds_above(cache, positions.shape[1], {})
+        feeds |= {"features": features.contiguous(), "positions": positions.contiguous()}
         self._context.run(feeds, {}, cache.data)
 
     @torch.inference_mode()
     def fill(self, tokens: Tensor, cache: KVCache) -> Marginals:
         """See `BlockNetwork.fill`."""
         batch, slots = tokens.shape
-        cache.make_room(max(cache.lengths) + slots)
         size = batch, slots - self._options.first_slot
         names = ("scored",) if self._target is not None else ("scored", "logits")
         wanted = {name: (*size, int(self._block.outputs[name].shape[-1])) for name in names}
@@ -222,25 +221,16 @@ class OnnxBlock:
 
 def _block_feeds(options: BackboneOptions, tokens: Tensor, cache: KVCache) -> Mapping[str, Tensor]:
     """Inputs of a block above the committed rows of a cache, but its slots."""
-    lengths, slots, like = cache.lengths, tokens.shape[1], cache.data
-    feeds = {
-        "tokens": tokens.contiguous(),
-        "positions": block_positions(lengths, slots, like.device),
-        "starts": _starts(cache),
-    }
-    for windowed, sight in block_sights(options, lengths, slots, like.device).items():
-        feeds[_BIASES[windowed]] = torch.stack(attention_biases(sight, [like.shape[4]] * len(lengths), like.dtype))
-    return feeds
+    lengths, slots, device = cache.lengths, tokens.shape[1], tokens.device
+    sights = block_sights(options, lengths, slots, device)
+    feeds = feeds_above(cache, slots, {_BIASES[windowed]: sight for windowed, sight in sights.items()})
+    return feeds | {"tokens": tokens.contiguous(), "positions": block_positions(lengths, slots, device)}
 
 
 def _from(writer: GraphWriter, rows: str, first: int) -> str:
     """All but the first ones.  # [B, R, ...]"""
     ends = writer.constant([first]), writer.constant([2**62]), writer.constant([1])
     return writer.op("Slice", rows, *ends)
-
-
-def _starts(cache: KVCache) -> Tensor:
-    return torch.tensor(cache.lengths, device=cache.data.device)
 
 
 def _round(options: BackboneOptions) -> tuple[str, ...]:

@@ -21,12 +21,13 @@ from torch import Tensor
 from specflow.draft.borrowed import borrowed_embedding, borrowed_head
 from specflow.draft.checkpoint import weights_identity
 from specflow.draft.corrected import ConfidenceOptions
-from specflow.draft.nn.attention import Sight, attention_biases
+from specflow.draft.nn.attention import Sight
 from specflow.draft.nn.confidence import LinearConfidence
 from specflow.draft.nn.feature_step import FeatureNetwork, FeatureStep, Fusion, Pairs, StepRows
 from specflow.draft.onnx_loop import emit_odds
 from specflow.draft.onnx_target import engine_graphs
 from specflow.draft.shapes import ShapeOptions
+from specflow.onnx.above import feeds_above
 from specflow.onnx.decoder import write_head
 from specflow.onnx.graphs import DraftFacts, OutputError, Precision
 from specflow.onnx.layers import PassGraph, Stream, add_norm, linear, norm
@@ -254,18 +255,11 @@ class OnnxFeatureNetwork:
     def run(self, index: int, pairs: Pairs, cache: KVCache, mask: Tensor | None = None) -> StepRows:
         """See `FeatureNetwork.run`."""
         batch, rows = pairs.tokens.shape
-        cache.make_room(max(cache.lengths) + rows)
-        slots = cache.data
-        biases = attention_biases(Sight(cache.lengths, pairs.positions, mask), [slots.shape[4]] * batch, self._dtype)
-        feeds = {
-            "tokens": pairs.tokens.contiguous(),
-            "hidden": pairs.hidden.contiguous(),
-            "positions": pairs.positions.contiguous(),
-            "starts": torch.tensor(cache.lengths, device=slots.device),
-            "bias": torch.stack(biases),
-        }
+        feeds = feeds_above(cache, rows, {"bias": Sight(cache.lengths, pairs.positions, mask)})
+        feeds["positions"] = pairs.positions.contiguous()
+        feeds |= {"tokens": pairs.tokens.contiguous(), "hidden": pairs.hidden.contiguous()}
         size = (batch, rows, self.shape.hidden_size)
-        out = self._steps[index].run(feeds, {"recycled": size, "scored": size}, slots)
+        out = self._steps[index].run(feeds, {"recycled": size, "scored": size}, cache.data)
         return StepRows(out["recycled"], out["scored"])
 
     def score(self, scored: Tensor) -> Tensor:

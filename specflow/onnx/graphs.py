@@ -78,9 +78,9 @@ class GraphSet:
         self._weights = WeightFile(folder / WEIGHTS)
 
     @contextmanager
-    def graph(self, name: str) -> Iterator[GraphWriter]:
-        """A graph, saved as `<name>.onnx` when the block ends."""
-        writer = GraphWriter(name, self._weights, self.precision.floats, self.precision.forms)
+    def graph(self, name: str, plain: bool = False) -> Iterator[GraphWriter]:
+        """A graph, saved as `<name>.onnx` when the block ends; see `GraphWriter` for `plain`."""
+        writer = GraphWriter(name, self._weights, self.precision.floats, self.precision.forms, plain)
         yield writer
         writer.save(self.folder / f"{name}.onnx")
         self.names.append(name)

@@ -121,6 +121,7 @@ class PassGraph:
         self._biases = {flag: writer.input(names[flag], ("batch", "rows", "slots")) for flag in sorted(kinds)}
         self._tiled: dict[tuple[bool, int], str] = {}
         self._slot_of: dict[int, str] = {}
+        self._angles: list[str] = []
 
     def settle(self, stream: Stream) -> Stream:
         """The stream with nothing left to add."""
@@ -140,7 +141,7 @@ class PassGraph:
         w, kv_heads, width = self._writer, block.num_kv_heads, block.head_width
         queries, keys, values = self._slots(normed, block, layer)
         merged = w.op("Reshape", queries, w.constant([0, kv_heads, -1, width]))  # [B, Hk, G R, Dh]
-        scores = w.op("FusedMatMul", merged, keys, domain=CONTRIB, transB=1, alpha=block.scale)
+        scores = self._score(merged, keys, block.scale)
         weights = w.op("Softmax", w.op("Add", scores, self._bias(block)), axis=-1)  # [B, Hk, G R, S]
         mixed = w.op("MatMul", weights, values)
         heads = w.op("Reshape", mixed, w.constant([0, block.num_heads, -1, width]))
@@ -205,8 +206,24 @@ class PassGraph:
         w = self._writer
         return w.op("Range", w.constant(np.array(0)), w.op("Squeeze", length), w.constant(np.array(1)))
 
+    def _score(self, queries: str, keys: str, scale: float) -> str:
+        """scale Q K^T.  # [B, Hk, G R, Dh], [B, Hk, S, Dh] -> [B, Hk, G R, S]"""
+        w = self._writer
+        if not w.plain:
+            return w.op("FusedMatMul", queries, keys, domain=CONTRIB, transB=1, alpha=scale)
+        return w.op("MatMul", w.op("Mul", queries, w.scalar(scale)), w.op("Transpose", keys, perm=[0, 1, 3, 2]))
+
     def _rotate(self, heads: str) -> str:
-        return self._writer.op("RotaryEmbedding", heads, self._positions, self._cos, self._sin, domain=CONTRIB)
+        w = self._writer
+        if not w.plain:
+            return w.op("RotaryEmbedding", heads, self._positions, self._cos, self._sin, domain=CONTRIB)
+        if not self._angles:
+            for table in (self._cos, self._sin):
+                half = w.op("Unsqueeze", w.op("Gather", table, self._positions), w.constant([1]))
+                self._angles.append(w.op("Concat", half, half, axis=-1))  # [B, 1, R, Dh]
+        first, second = w.ops("Split", 2, heads, axis=-1, num_outputs=2)
+        turned = w.op("Concat", w.op("Neg", second), first, axis=-1)
+        return w.op("Add", w.op("Mul", heads, self._angles[0]), w.op("Mul", turned, self._angles[1]))
 
     def _bias(self, block: DecoderBlock) -> str:
         """A bias for the rows of all query heads that share a key head.  # [B, 1, G R, S]"""

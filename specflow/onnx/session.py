@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specflow.allocator import huge_pages
 from specflow.errors import MissingExtra, ModelError
 from specflow.onnx.writer import onnx_type
 
@@ -35,6 +36,8 @@ _PROVIDERS: Mapping[str, tuple[str, ...]] = {
 _HOST = "CPUExecutionProvider"
 """It reads and writes memory of the host alone."""
 _MOST_BINDINGS = 8
+_MOST_HELD = 2**16
+"""Values of an input that stay in memory from pass to pass; those of a prompt are more."""
 _SILENT = 4
 """Severity of messages that ONNX Runtime prints by itself: fatal ones."""
 _LEGACY_STREAM = 1
@@ -54,6 +57,14 @@ class Place:
 class _Value:
     dtype: torch.dtype
     shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What is bound for some outputs over some slots."""
+
+    binding: Any
+    held: dict[str, Tensor] = field(default_factory=dict)  # inputs stay bound: the next pass copies its values in
 
 
 class OnnxSession:
@@ -77,7 +88,7 @@ class OnnxSession:
         self.outputs = {value.name: _value(value, path) for value in self._session.get_outputs()}
         self._layers = [int(name.partition(".")[2]) for name in self.inputs if name.startswith("past_key.")]
         self._plain = [name for name in self.inputs if not name.startswith("past_")]
-        self._bindings: dict[tuple[Any, ...], Any] = {}
+        self._bindings: dict[tuple[Any, ...], _Bound] = {}
 
     @property
     def providers(self) -> list[str]:
@@ -99,51 +110,65 @@ class OnnxSession:
         Raises:
             ModelError: A name, type or number of dimensions is not the graph's, or the pass fails.
         """
-        self._check(feeds, wanted)
-        binding = self._binding(tuple(wanted), slots)
-        for name, tensor in feeds.items():
-            self._bind_input(binding, name, tensor)
+        bound = self._bound(tuple(wanted), slots)
+        self._feed(bound, feeds)
         results = {}
         for name, shape in wanted.items():
             results[name] = torch.empty(shape, dtype=self.outputs[name].dtype, device=self.device)
-            self._bind_output(binding, name, results[name])
+            self._bind_output(bound.binding, name, results[name])
         try:
-            self._session.run_with_iobinding(binding)
+            self._session.run_with_iobinding(bound.binding)
         except Exception as error:  # the runtime raises classes of its own for every kind of failure
             raise self._failure(error) from error
         return results
 
-    def _check(self, feeds: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    def _bound(self, wanted: tuple[str, ...], slots: Tensor | None) -> _Bound:
+        """A binding with the slots in place; the latest few are kept, for passes over the same cache."""
+        # Strides tell one row of a batch from a batch of one that took its memory over.
+        key = (wanted, slots is None or (slots.data_ptr(), slots.shape, slots.stride()))
+        bound = self._bindings.pop(key, None)
+        if bound is None:
+            if unknown := [name for name in wanted if name not in self.outputs]:
+                raise self._fault(f"there is no output {unknown[0]!r}", f"one of {', '.join(self.outputs)}")
+            if len(self._bindings) >= _MOST_BINDINGS:
+                del self._bindings[next(iter(self._bindings))]
+            bound = _Bound(self._session.io_binding())
+            for layer in () if slots is None else self._layers:
+                for kind, part in zip(("key", "value"), slots[layer], strict=True):  # type: ignore[index]
+                    self._bind_input(bound.binding, f"past_{kind}.{layer}", part)
+                    self._bind_output(bound.binding, f"present_{kind}.{layer}", part)
+        self._bindings[key] = bound
+        return bound
+
+    def _feed(self, bound: _Bound, feeds: Mapping[str, Tensor]) -> None:
+        """Copying a few numbers costs a fraction of binding them: what has the shape that is bound is copied there."""
+        held = bound.held
         for name, tensor in feeds.items():
-            value = self.inputs.get(name)
-            if value is None:
-                raise self._fault(f"there is no input {name!r}", f"one of {', '.join(self._plain)}")
-            if tensor.dtype != value.dtype or tensor.dim() != len(value.shape):
-                found = f"input {name!r} is {tensor.dtype} {list(tensor.shape)}"
-                raise self._fault(found, f"{value.dtype} [{', '.join(map(str, value.shape))}]")
-            assert tensor.is_contiguous(), name
-            assert tensor.device.type == self.device.type, name
+            mine = held.get(name)
+            if mine is not None and mine.shape == tensor.shape and mine.dtype == tensor.dtype:
+                mine.copy_(tensor)
+                continue
+            self._check(name, tensor)
+            if tensor.numel() > _MOST_HELD:
+                held.pop(name, None)
+                self._bind_input(bound.binding, name, tensor)
+                continue
+            with torch.inference_mode(False):  # later passes copy into it, in that mode or not
+                held[name] = torch.empty_like(tensor).copy_(tensor)
+            self._bind_input(bound.binding, name, held[name])
         if len(feeds) < len(self._plain):
             missing = [name for name in self._plain if name not in feeds]
             raise self._fault(f"input {missing[0]!r} is missing", f"all of {', '.join(self._plain)}")
-        if unknown := [name for name in wanted if name not in self.outputs]:
-            raise self._fault(f"there is no output {unknown[0]!r}", f"one of {', '.join(self.outputs)}")
 
-    def _binding(self, wanted: tuple[str, ...], slots: Tensor | None) -> Any:
-        """A binding with the slots in place; the latest few are kept, for passes over the same cache."""
-        # Strides tell one row of a batch from a batch of one that took its memory over.
-        key = (wanted, slots is None or (slots.data_ptr(), *slots.shape, *slots.stride()))
-        binding = self._bindings.pop(key, None)
-        if binding is None:
-            if len(self._bindings) >= _MOST_BINDINGS:
-                del self._bindings[next(iter(self._bindings))]
-            binding = self._session.io_binding()
-            for layer in () if slots is None else self._layers:
-                for kind, part in zip(("key", "value"), slots[layer], strict=True):  # type: ignore[index]
-                    self._bind_input(binding, f"past_{kind}.{layer}", part)
-                    self._bind_output(binding, f"present_{kind}.{layer}", part)
-        self._bindings[key] = binding
-        return binding
+    def _check(self, name: str, tensor: Tensor) -> None:
+        value = self.inputs.get(name)
+        if value is None:
+            raise self._fault(f"there is no input {name!r}", f"one of {', '.join(self._plain)}")
+        if tensor.dtype != value.dtype or tensor.dim() != len(value.shape):
+            found = f"input {name!r} is {tensor.dtype} {list(tensor.shape)}"
+            raise self._fault(found, f"{value.dtype} [{', '.join(map(str, value.shape))}]")
+        assert tensor.is_contiguous(), name
+        assert tensor.device.type == self.device.type, name
 
     def _bind_input(self, binding: Any, name: str, tensor: Tensor) -> None:
         if tensor.numel():
@@ -203,9 +228,10 @@ def _open(path: Path, place: Place) -> Any:
         expected = f"a device of ONNX Runtime: {', '.join(_PROVIDERS)}"
         raise ModelError(str(path), f"ONNX Runtime does not run on {place.device}", expected, "set runtime: torch")
     try:
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=[(name, _provider_options(name, place.device)) for name in wanted]
-        )
+        with huge_pages():
+            session = onnxruntime.InferenceSession(
+                str(path), options, providers=[(name, _provider_options(name, place.device)) for name in wanted]
+            )
     except Exception as error:  # as above
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(str(path), f"ONNX Runtime cannot open it: {reason}", "a sound graph, its weights") from error

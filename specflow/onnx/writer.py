@@ -84,6 +84,7 @@ class GraphWriter:
         weights: Where large constants go.
         floats: Type of activations, of cache rows and of weights that are not quantised.
         forms: How linear layers are quantised, by their kind ("body", "head"); kinds that are missing stay as they are.
+        plain: Rotations and scores are made of operators of ai.onnx, for runtimes that do not read ONNX Runtime's.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class GraphWriter:
         weights: WeightFile,
         floats: FloatName = "float32",
         forms: Mapping[str, QuantForm] | None = None,
+        plain: bool = False,
     ) -> None:
-        self.name, self.floats, self.forms = name, floats, forms or {}
+        self.name, self.floats, self.forms, self.plain = name, floats, forms or {}, plain
         self._weights = weights
         self._scopes: list[str] = []
         self._counts: dict[str, int] = {}

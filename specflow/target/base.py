@@ -30,9 +30,14 @@ class TargetInfo:
     dtype: torch.dtype  # of hidden states and cache rows
     weights: str  # type of the weights: that dtype, or "int8", "int4"
     device: torch.device
-    runtime: str  # "native", "transformers", "onnx", ...
+    runtime: str  # "native", "transformers", "onnx", "openvino", ...
     exactness: Exactness  # "bit-exact": a row of a chain pass has the same bits for any number of rows
     shape: BlockShape  # of its decoder blocks; drafters made for the target start from it
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether torch computes it; ONNX graphs are computed by others."""
+        return self.runtime not in ("onnx", "openvino")
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,9 @@ class KVCache:
             slots = min(_rounded(max(positions, old.shape[4] * 9 // 8)), self._capacity)
             assert positions <= slots, f"{positions} positions in a cache for {self._capacity}"
             with torch.inference_mode(False):  # targets grow it in their passes, and `keep` writes into it outside them
-                self._memory.data = old.new_zeros(*old.shape[:4], slots, old.shape[5])
-                self._memory.data[..., : old.shape[4], :] = old
+                self._memory.data = data = old.new_empty(*old.shape[:4], slots, old.shape[5])
+                data[..., : old.shape[4], :] = old
+                data[..., old.shape[4] :, :] = 0.0  # attention gives rows that are not there the weight 0
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value slots of one layer.  # [B, Hk, capacity, Dh] each"""

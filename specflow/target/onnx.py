@@ -1,4 +1,4 @@
-"""A target run by ONNX Runtime."""
+"""A target run as ONNX graphs, by ONNX Runtime or OpenVINO."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specflow.draft.nn.attention import Sight, attention_biases
+from specflow.draft.nn.attention import Sight
 from specflow.draft.nn.block import RMSNorm
 from specflow.errors import ModelError
+from specflow.onnx.above import feeds_above
 from specflow.onnx.decoder import DecoderPart, head_weight, write_decoder, write_head
 from specflow.onnx.graphs import GraphSet, Precision
+from specflow.onnx.openvino import OpenVinoSession
 from specflow.onnx.session import OnnxSession, Place
 from specflow.target.architecture import Architecture, info_of
 from specflow.target.base import Cache, TargetOptions
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from specflow.onnx.graphs import GraphFinder
 
-__all__ = ["GraphPart", "ModelGraphs", "OnnxTarget", "model_graphs"]
+__all__ = ["ONNX_RUNTIME", "OPENVINO", "GraphPart", "GraphRuntime", "ModelGraphs", "OnnxTarget", "model_graphs"]
 
 _NOTHING = Skip()
 _MOST_PARTS = 3
@@ -40,12 +42,27 @@ GraphPart = DecoderPart | Literal["head"]
 
 
 @dataclass(frozen=True, slots=True)
+class GraphRuntime:
+    """What computes graphs."""
+
+    name: str  # of `TargetInfo.runtime`
+    title: str
+    open: Callable[[Path, Place], OnnxSession | OpenVinoSession]
+    plain: bool = False  # it reads graphs that were written so; see `GraphWriter`
+
+
+ONNX_RUNTIME = GraphRuntime("onnx", "ONNX Runtime", OnnxSession)
+OPENVINO = GraphRuntime("openvino", "OpenVINO", OpenVinoSession, plain=True)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGraphs:
     """A model as graphs, each written when it is first asked for."""
 
     config: PretrainedConfig
     tensors: Mapping[str, Tensor]
     find: Callable[[GraphPart], Path]  # the `.onnx` file of a part
+    runtime: GraphRuntime = ONNX_RUNTIME
 
 
 def model_graphs(
@@ -54,6 +71,7 @@ def model_graphs(
     finder: GraphFinder,
     identity: Mapping[str, object],
     options: TargetOptions,
+    runtime: GraphRuntime = ONNX_RUNTIME,
 ) -> ModelGraphs:
     """Graphs of a model that are kept where a finder keeps them.
 
@@ -63,6 +81,7 @@ def model_graphs(
         finder: Where graphs are.
         identity: Of the weights.
         options: Their dtype and quantisation.
+        runtime: What they are written for.
 
     Raises:
         ModelError: There are no graphs in this dtype.
@@ -70,7 +89,7 @@ def model_graphs(
     precision = Precision.named(options.weights)
 
     def write(part: GraphPart, graphs: GraphSet) -> None:
-        with graphs.graph("target") as writer:
+        with graphs.graph("target", runtime.plain) as writer:
             if part == "head":
                 write_head(writer, head_weight(config, tensors))
             else:
@@ -78,9 +97,10 @@ def model_graphs(
 
     def find(part: GraphPart) -> Path:
         named = {**identity, "part": part if part == "head" else part.label}
+        named |= {"operators": "plain"} if runtime.plain else {}
         return finder(named, precision, partial(write, part)) / "target.onnx"
 
-    return ModelGraphs(config, tensors, find)
+    return ModelGraphs(config, tensors, find, runtime)
 
 
 class OnnxTarget:
@@ -95,20 +115,21 @@ class OnnxTarget:
 
         Raises:
             CheckpointError: A tensor is missing or has the wrong shape.
-            ModelError: ONNX Runtime cannot run it, or row invariance was asked for and does not hold.
+            MissingExtra: The runtime is not installed.
+            ModelError: The runtime cannot run it, or row invariance was asked for and does not hold.
         """
         self.architecture = arch = Architecture.of(graphs.config)
         self._graphs, self._place = graphs, Place(options.device, torch.get_num_threads())
-        self._sessions: dict[GraphPart, OnnxSession] = {}
+        self._sessions: dict[GraphPart, OnnxSession | OpenVinoSession] = {}
         self._embedding: Tensor | None = None
         self._norm: RMSNorm | None = None
-        self.info = info_of(arch, options, "onnx")
+        self.info = info_of(arch, options, graphs.runtime.name)
         if options.row_invariant is not False and passes_agree(self):
             self.info = replace(self.info, exactness="bit-exact")
         elif options.row_invariant:
             raise ModelError(
                 "target.row_invariant",
-                f"passes of {options.weights} in ONNX Runtime change their bits with the number of rows",
+                f"passes of {options.weights} in {graphs.runtime.title} change their bits with the number of rows",
                 "a runtime and dtype where they do not, or row_invariant: auto",
             )
 
@@ -134,23 +155,23 @@ class OnnxTarget:
         """See `Target.forward`."""
         assert isinstance(cache, KVCache)
         batch, width = tokens.shape
-        cache.make_room(max(cache.lengths) + width)
         first, end = layers or (0, self.info.num_layers)
         part = DecoderPart(first, end, _within(skip or _NOTHING, first, end), hidden_in is not None)
         session = self._session(part)
-        scored = {"all": range(width), "last": range(width - 1, width), "none": range(0)}[rows]
-        feeds = {"positions": positions, "scored": torch.tensor(scored, dtype=torch.int64, device=self.info.device)}
-        feeds |= {"tokens": tokens} if hidden_in is None else {"hidden_in": hidden_in}
-        feeds |= {"starts": torch.tensor(cache.lengths, device=self.info.device)}
-        for name, window in (("bias", None), ("bias_windowed", self.architecture.window)):
-            if name in session.inputs:
-                sight = Sight(cache.lengths, positions, mask, window)
-                feeds[name] = torch.stack(attention_biases(sight, [cache.data.shape[4]] * batch, self.info.dtype))
+        windows = {"bias": None, "bias_windowed": self.architecture.window}
+        sights = {
+            name: Sight(cache.lengths, positions, mask, window)
+            for name, window in windows.items()
+            if name in session.inputs
+        }
+        scored = torch.arange({"all": 0, "last": width - 1, "none": width}[rows], width, device=self.info.device)
+        feeds = feeds_above(cache, width, sights) | {"positions": positions.contiguous(), "scored": scored}
+        entry = ("tokens", tokens) if hidden_in is None else ("hidden_in", hidden_in)
+        feeds[entry[0]] = entry[1].contiguous()
         states = (batch, width, self.info.hidden_size)
         wanted = {"hidden_pre": states, "hidden_post": states, **{f"tap.{tap}": states for tap in taps}}
         if len(scored):
             wanted["logits"] = (batch, len(scored), self.info.vocab_size)
-        feeds = {name: tensor.contiguous() for name, tensor in feeds.items()}
         found = session.run(feeds, wanted, cache.data)
         nothing = positions.new_empty((batch, 0, self.info.vocab_size), dtype=self.info.dtype)
         return TargetOutput(
@@ -179,14 +200,14 @@ class OnnxTarget:
         logits = self._session("head").run({"scored": rows}, {"logits": shape})["logits"]
         return logits.view(*normed.shape[:-1], shape[-1])
 
-    def _session(self, part: GraphPart) -> OnnxSession:
+    def _session(self, part: GraphPart) -> OnnxSession | OpenVinoSession:
         whole = DecoderPart(0, self.info.num_layers)
         key = whole if part == DecoderPart() else part
         if key not in self._sessions:
             parts = [each for each in self._sessions if each not in (whole, "head")]
             if len(parts) >= _MOST_PARTS:
                 del self._sessions[parts[0]]
-            self._sessions[key] = OnnxSession(self._graphs.find(key), self._place)
+            self._sessions[key] = self._graphs.runtime.open(self._graphs.find(key), self._place)
         return self._sessions[key]
 
 

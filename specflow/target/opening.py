@@ -1,6 +1,7 @@
 """Opens a target in the runtime that suits model, dtype and device; `auto` measures once and remembers.
 
 torch: the native decoder, or transformers for any other model. onnx: graphs of the native families in ONNX Runtime.
+openvino: the same in OpenVINO, where it is installed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -25,7 +27,7 @@ from specflow.target.architecture import NATIVE_FAMILIES, native_refusal
 from specflow.target.base import TargetOptions
 from specflow.target.huggingface import load_huggingface
 from specflow.target.load import read_tensors
-from specflow.target.onnx import OnnxTarget, model_graphs
+from specflow.target.onnx import ONNX_RUNTIME, OPENVINO, GraphRuntime, OnnxTarget, model_graphs
 from specflow.target.store import ModelFiles, cache_dir, model_identity
 from specflow.target.transformer import NativeTarget
 
@@ -38,13 +40,15 @@ __all__ = ["Opening", "Runtime", "open_target"]
 
 log = logging.getLogger(__name__)
 
-Runtime = Literal["auto", "torch", "onnx"]
+Runtime = Literal["auto", "torch", "onnx", "openvino"]
 Implementation = Literal["auto", "native", "transformers"]
 
 _PROBED_ROWS = (1, 8)
 """Rows of the passes that decide: a plain step, and the verification of a short block."""
 _PROBED_CONTEXT = 256
 _PROBES = 7
+_OPENVINO_WEIGHTS = ("float32", "int8")
+"""Other types of weights are slower there than in other runtimes, or are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +70,33 @@ def open_target(opening: Opening) -> Target:
         ModelError: It cannot run as asked; the reason is named.
         CheckpointError: Its weights are not those of its configuration.
     """
-    refusal = _onnx_refusal(opening)
-    if opening.runtime == "onnx":
+    refusal = _openvino_refusal(opening) if opening.runtime == "openvino" else _onnx_refusal(opening)
+    if opening.runtime in ("onnx", "openvino"):
         if refusal:
-            raise ModelError("target.runtime", f"onnx, and {refusal}", "a model and dtype that graphs compute", _HINT)
-        return _open_onnx(opening)
-    if opening.options.quantization is not None:
-        if refusal or opening.runtime == "torch":
-            found = f"{opening.options.quantization} weights, and {refusal or 'runtime torch'}"
-            raise ModelError("target.dtype", found, "runtime onnx or auto, for quantised weights", _HINT)
-        return _open_onnx(opening)
-    fits = not refusal and opening.options.device.type == "cpu" and opening.options.dtype == torch.float32
-    if opening.runtime == "torch" or not fits:
-        return _open_torch(opening)
-    return _open_fastest(opening)
+            found = f"{opening.runtime}, and {refusal}"
+            raise ModelError("target.runtime", found, "a model and dtype that graphs compute", _HINT)
+        return _open_onnx(opening) if opening.runtime == "onnx" else _open_openvino(opening)
+    if opening.options.quantization is not None and (refusal or opening.runtime == "torch"):
+        found = f"{opening.options.quantization} weights, and {refusal or 'runtime torch'}"
+        raise ModelError("target.dtype", found, "runtime onnx or auto, for quantised weights", _HINT)
+    if choices := {} if refusal or opening.runtime == "torch" else _choices(opening):
+        return _open_fastest(opening, choices)
+    return _open_torch(opening) if opening.options.quantization is None else _open_onnx(opening)
 
 
 _HINT = "set target.runtime: torch with float32 or bfloat16"
+_Openers = Mapping[str, Callable[[Opening], "Target"]]
+
+
+def _choices(opening: Opening) -> _Openers:
+    """Runtimes to time, the ordinary one first; none where there is nothing to choose."""
+    if opening.options.device.type != "cpu" or opening.options.dtype != torch.float32:
+        return {}
+    if opening.options.quantization is None:
+        return {"torch": _open_torch, "onnx": _open_onnx}
+    if _openvino_refusal(opening) or find_spec("openvino") is None:
+        return {}
+    return {"onnx": _open_onnx, "openvino": _open_openvino}
 
 
 def _onnx_refusal(opening: Opening) -> str:
@@ -100,6 +114,15 @@ def _onnx_refusal(opening: Opening) -> str:
     return ""
 
 
+def _openvino_refusal(opening: Opening) -> str:
+    """Why OpenVINO does not run this; empty where it does."""
+    if opening.options.device.type != "cpu":
+        return f"OpenVINO runs on CPUs here, not on {opening.options.device.type}"
+    if opening.options.weights not in _OPENVINO_WEIGHTS:
+        return f"OpenVINO runs {' and '.join(_OPENVINO_WEIGHTS)} weights here, not {opening.options.weights}"
+    return _onnx_refusal(opening)
+
+
 def _open_torch(opening: Opening) -> Target:
     if _takes_native(opening):
         return NativeTarget(opening.config, read_tensors(opening.files.directory), opening.options)
@@ -115,16 +138,24 @@ def _takes_native(opening: Opening) -> bool:
 
 
 def _open_onnx(opening: Opening) -> OnnxTarget:
+    return _open_graphs(opening, ONNX_RUNTIME)
+
+
+def _open_openvino(opening: Opening) -> OnnxTarget:
+    return _open_graphs(opening, OPENVINO)
+
+
+def _open_graphs(opening: Opening, runtime: GraphRuntime) -> OnnxTarget:
     tensors = read_tensors(opening.files.directory)
     identity = {"model": model_identity(opening.files)}
-    graphs = model_graphs(opening.config, tensors, GraphStore().find, identity, opening.options)
+    graphs = model_graphs(opening.config, tensors, GraphStore().find, identity, opening.options, runtime)
     return OnnxTarget(graphs, opening.options)
 
 
-def _open_fastest(opening: Opening) -> Target:
-    """The faster of torch and ONNX Runtime, as measured here once; row invariance is never given up for speed."""
-    path = _verdict_path(opening)
-    open_as: Mapping[str, Callable[[Opening], Target]] = {"torch": _open_torch, "onnx": _open_onnx}
+def _open_fastest(opening: Opening, open_as: _Openers) -> Target:
+    """The fastest of some runtimes, as measured here once; row invariance is never given up for speed."""
+    path = _verdict_path(opening, open_as)
+    ordinary = next(iter(open_as))
     if (known := _read_verdict(path)) in open_as:
         return open_as[known](opening)
     seconds, exact = {}, {}
@@ -134,13 +165,13 @@ def _open_fastest(opening: Opening) -> Target:
         try:
             target = opener(opening)
         except SpecFlowError as error:
-            if runtime == "torch" and not opening.options.row_invariant:
+            if runtime == ordinary and not opening.options.row_invariant:
                 raise
             log.warning("runtime auto: %s is no choice here: %s", runtime, error.found)
             continue
         seconds[runtime], exact[runtime] = _time(target), target.info.exactness == "bit-exact"
     if not seconds:
-        return _open_torch(opening)  # for its reason
+        return open_as[ordinary](opening)  # for its reason
     best = _best(seconds, exact)
     if len(seconds) == len(open_as):
         _keep_verdict(path, {"runtime": best, "seconds": seconds, "exact": exact})
@@ -188,13 +219,14 @@ def _time(target: Target) -> float:
     return total
 
 
-def _verdict_path(opening: Opening) -> Path:
+def _verdict_path(opening: Opening, choices: _Openers) -> Path:
+    packages = ("torch", "onnxruntime-gpu", "onnxruntime", *(["openvino"] if "openvino" in choices else []))
     facts = {
         "model": model_identity(opening.files),
         "options": str(replace(opening.options, name="")),
         "threads": torch.get_num_threads(),
         "cpu": cpu_model(),
-        "versions": [package_version(name) for name in ("torch", "onnxruntime-gpu", "onnxruntime")],
+        "versions": [package_version(name) for name in packages],
         "graphs": WRITER_VERSION,
     }
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]

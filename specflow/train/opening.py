@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,7 @@ from specflow.draft.borrowed import TargetTables
 from specflow.draft.checkpoint import read_options
 from specflow.errors import GraphError, RecipeError
 from specflow.target.load import read_tensors
-from specflow.train.objective_options import OBJECTIVES, ObjectiveOptions, block_gamma
+from specflow.train.objective_options import OBJECTIVES, LossName, ObjectiveOptions, block_gamma
 from specflow.train.start import StartTensors, vocabulary_offsets
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ def published_objective(section: SourceSection, trainee: Trainee) -> ObjectiveOp
 
     A confidence head learns wherever there is one.
     """
-    names = (section.method, section.source, "distillation")
+    names = (section.method or "", section.source, "distillation")
     found = OBJECTIVES[next(name for name in names if name in OBJECTIVES)]
-    losses = {name: factor for name, factor in found.losses.items() if name != "confidence"}
+    losses: dict[LossName, float] = {name: each for name, each in found.losses.items() if name != "confidence"}
     if trainee.trainable.confidence is not None:
         losses["confidence"] = found.losses.get("confidence", 1.0)
     rate = block_gamma(trainee.depth) if found.decay == "exponential" else found.rate
@@ -188,7 +188,7 @@ class Beginning:
         state = trainable.state()
         files = self.loaded.files
         theirs: Mapping[str, Tensor] = {} if files is None else read_tensors(files.directory)
-        copies = {}
+        copies: dict[str, Tensor] = {}
         prefixes = sorted({name.partition("self_attn.")[0] for name in state if "self_attn." in name}, key=_natural)
         for place, prefix in enumerate(prefixes):
             layer = self.loaded.target.info.num_layers - len(prefixes) + place
@@ -228,7 +228,7 @@ def _fits(theirs: Mapping[str, Tensor], name: str, tensor: Tensor) -> bool:
     return name in theirs and theirs[name].shape == tensor.shape
 
 
-def _natural(name: str) -> Sequence[Any]:
+def _natural(name: str) -> list[Any]:
     return [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", name)]
 
 

@@ -151,16 +151,19 @@ def save_drafter(path: Path, trainable: Trainable) -> None:
         TrainingError: A weight is beyond float16.
         DataError: The disk has no room.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    tensors = {name: _stored(name, tensor) for name, tensor in trainable.state().items()}
+    content = save({name: _stored(name, tensor) for name, tensor in trainable.state().items()}, {"format": "pt"})
     draft = path / ".model.safetensors"
     try:
-        save_file(tensors, draft, metadata={"format": "pt"})
+        with draft.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
         draft.replace(path / "model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise DataError(str(path), f"cannot write the drafter: {error}", "a writable disk with room") from error
+    except OSError as error:
+        found = f"cannot write the drafter: {error.strerror or error}"
+        raise DataError(str(path), found, "a writable disk with room") from error
     write_json_atomic(path / "config.json", dict(trainable.config()))
     if trainable.accompany is not None:
         trainable.accompany(path)

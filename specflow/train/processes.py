@@ -30,7 +30,8 @@ class Processes:
 
     def __init__(self, on_cpu: bool) -> None:
         try:
-            from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+            from accelerate.accelerator import Accelerator
+            from accelerate.utils.dataclasses import DistributedDataParallelKwargs, InitProcessGroupKwargs
         except ImportError as error:
             hint = "pip install 'specflow-toolkit[train]'"
             raise MissingExtra("train", f"accelerate cannot be imported: {error}", "accelerate", hint) from error
@@ -40,6 +41,15 @@ class Processes:
         ]
         self._accelerator: Any = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=settings)
         self.count, self.rank = int(self._accelerator.num_processes), int(self._accelerator.process_index)
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Part together: a process that leaves while another still listens to it takes that one down."""
+        if kind is None and self.count > 1:
+            self.wait()
+            self._accelerator.end_training()
 
     @property
     def is_first(self) -> bool:

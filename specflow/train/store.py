@@ -121,6 +121,8 @@ class FeatureStore:
             DataError: The disk has no room, or another process is adding to the store.
             ModelError: A state is beyond what float16 holds.
         """
+        if not texts:
+            return
         free, size = shutil.disk_usage(self.path).free, self.size_of(texts)
         if size > free:
             found = f"{size / 1e9:.1f} GB of features, and {free / 1e9:.1f} GB free"

@@ -167,6 +167,19 @@ def test_a_trimmed_cache_grows_as_it_fills_and_loses_nothing() -> None:
         cache.make_room(321)
 
 
+def test_slots_that_a_cache_grows_by_hold_numbers() -> None:
+    """Rows that are not there have the weight 0, which only takes numbers away."""
+    cache = make_cache(capacity=256)
+    cache.trim()
+    torch.use_deterministic_algorithms(True)  # memory that nobody has filled is filled with nan
+    try:
+        cache.make_room(200)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert cache.data.shape[4] > 64
+    assert not cache.data.any()
+
+
 def test_a_small_cache_is_not_copied_to_be_trimmed() -> None:
     cache = make_cache()
     before = cache.data.data_ptr()

@@ -174,6 +174,50 @@ class TestAuto:
         assert open_target(_opening(tmp_path, "gpt2")).info.runtime == "transformers"
 
 
+class TestAutoWithInt8:
+    @pytest.fixture
+    def int8(self, made: Opening) -> Opening:
+        return replace(made, options=replace(made.options, quantization="int8"))
+
+    @pytest.mark.parametrize(("onnx_s", "openvino_s", "best"), [(2.0, 1.0, "openvino"), (1.0, 2.0, "onnx")])
+    def test_the_faster_one_is_measured_once(
+        self,
+        int8: Opening,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        onnx_s: float,
+        openvino_s: float,
+        best: str,
+    ) -> None:
+        timed: list[str] = []
+
+        def time(target: Any) -> float:
+            timed.append(target.info.runtime)
+            return {"onnx": onnx_s, "openvino": openvino_s}[target.info.runtime]
+
+        monkeypatch.setattr(opening, "_time", time)
+        assert [open_target(int8).info.runtime for _ in range(2)] == [best, best]
+        assert timed == ["onnx", "openvino"]
+        (verdict,) = _verdicts(tmp_path)
+        assert verdict["seconds"] == {"onnx": onnx_s, "openvino": openvino_s}
+
+    def test_row_invariance_is_not_given_up_for_speed(
+        self, int8: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(opening, "_time", lambda target: 1.0 if target.info.runtime == "openvino" else 3.0)
+        monkeypatch.setattr("specflow.target.onnx.passes_agree", lambda target: target.info.runtime == "onnx")
+        with caplog.at_level(logging.WARNING):
+            assert open_target(int8).info.runtime == "onnx"
+        assert "openvino is 3.00 times as fast" in caplog.text
+
+    def test_without_the_package_there_is_nothing_to_time(
+        self, int8: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "openvino", None)
+        assert open_target(int8).info.runtime == "onnx"
+        assert not _verdicts(tmp_path)
+
+
 class TestAskedFor:
     def test_torch(self, made: Opening) -> None:
         assert open_target(replace(made, runtime="torch")).info.runtime == "native"
@@ -182,9 +226,10 @@ class TestAskedFor:
         target = open_target(replace(made, runtime="onnx"))
         assert (target.info.runtime, target.info.weights) == ("onnx", "float32")
 
-    @pytest.mark.parametrize("quantization", ["int8", "int4"])
-    def test_quantised_weights_run_in_onnx_runtime(self, made: Opening, quantization: str) -> None:
-        target = open_target(replace(made, options=replace(made.options, quantization=quantization)))
+    @pytest.mark.parametrize(("quantization", "runtime"), [("int8", "onnx"), ("int4", "auto")])
+    def test_quantised_weights_run_in_onnx_runtime(self, made: Opening, quantization: str, runtime: Any) -> None:
+        asked = replace(made, runtime=runtime, options=replace(made.options, quantization=quantization))
+        target = open_target(asked)
         assert (target.info.runtime, target.info.weights) == ("onnx", quantization)
         assert target.info.dtype == torch.float32
 
@@ -209,6 +254,33 @@ class TestAskedFor:
             asked = replace(made, runtime="onnx", options=replace(made.options, **changes))
         with pytest.raises(ModelError, match=reason):
             open_target(asked)
+
+    @pytest.mark.parametrize("quantization", [None, "int8"])
+    def test_openvino(self, made: Opening, quantization: str | None) -> None:
+        options = replace(made.options, quantization=quantization)
+        target = open_target(replace(made, runtime="openvino", options=options))
+        assert (target.info.runtime, target.info.weights) == ("openvino", quantization or "float32")
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"dtype": torch.bfloat16}, "float32 and int8 weights here, not bfloat16"),
+            ({"quantization": "int4"}, "float32 and int8 weights here, not int4"),
+            ({"device": torch.device("cuda")}, "runs on CPUs here, not on cuda"),
+        ],
+    )
+    def test_what_openvino_lacks(self, made: Opening, changes: dict[str, Any], reason: str) -> None:
+        with pytest.raises(ModelError, match=reason):
+            open_target(replace(made, runtime="openvino", options=replace(made.options, **changes)))
+
+    def test_transformers_in_openvino(self, made: Opening) -> None:
+        with pytest.raises(ModelError, match="openvino, and implementation: transformers"):
+            open_target(replace(made, runtime="openvino", implementation="transformers"))
+
+    def test_openvino_without_the_package(self, made: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "openvino", None)
+        with pytest.raises(MissingExtra, match="openvino cannot be imported"):
+            open_target(replace(made, runtime="openvino"))
 
     def test_a_family_without_graphs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SPECFLOW_CACHE", str(tmp_path / "cache"))

@@ -33,10 +33,11 @@ from specflow.target.transformer import NativeTarget
 from specflow.types import Skip
 
 TINY = 1e-4
-EXACT = {"native": 1e-9, "adapter": 1e-5, "onnx": TINY}
+EXACT = {"native": 1e-9, "adapter": 1e-5, "onnx": TINY, "openvino": TINY}
 """Largest difference in float64; models of transformers compute norms and softmax in float32 whatever their type, and
-ONNX Runtime computes all in float32."""
+ONNX Runtime and OpenVINO compute all in float32."""
 OURS = [(runtime, family) for runtime in ("native", "onnx") for family in NATIVE]
+OURS += [("openvino", family) for family in ("llama_biases_tied", "qwen2_mixed", "qwen3", "smollm3")]
 BOTH = OURS + [("adapter", family) for family in ALL]
 SOME = [
     ("native", "llama3_rope"),
@@ -45,6 +46,7 @@ SOME = [
     ("onnx", "llama3_rope"),
     ("onnx", "qwen2_mixed"),
     ("onnx", "smollm3"),
+    ("openvino", "qwen2_mixed"),
     ("adapter", "mistral_window"),
     ("adapter", "gemma3_mixed"),
     ("adapter", "gpt2"),
@@ -106,7 +108,7 @@ class TestAgainstTransformers:
     @pytest.mark.parametrize(("runtime", "family"), SOME)
     @pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
     def test_half_types_stay_near(self, runtime: str, family: str, dtype: torch.dtype, near: float) -> None:
-        if runtime == "onnx" and dtype == torch.bfloat16:
+        if runtime == "openvino" or (runtime == "onnx" and dtype == torch.bfloat16):
             return  # refused on CPUs: tests/unit/test_opening.py
         tokens = make_tokens(30, seed=3)
         expected = make_model(family)(tokens).logits
@@ -195,7 +197,7 @@ class TestTrees:
         expected = score(target, after, prefilled(target, kept)).logits
         assert gap(score(target, after, cache).logits, expected) <= EXACT[runtime]
 
-    @pytest.mark.parametrize("runtime", ["native", "onnx"])
+    @pytest.mark.parametrize("runtime", ["native", "onnx", "openvino"])
     def test_a_path_is_kept_beyond_the_slots_of_a_new_cache(self, runtime: str) -> None:
         target = make_target(runtime, "llama_biases_tied", torch.float64, max_position_embeddings=700)
         mask, depth = tree_mask(TREE[0])

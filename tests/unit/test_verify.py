@@ -53,6 +53,25 @@ def test_match_takes_the_first_of_equal_branches() -> None:
     assert verdict.path.tolist() == [[0, 1, PAD]]
 
 
+@pytest.mark.parametrize("num_nodes", [0, 1, 4])
+def test_a_chain_has_the_verdict_it_has_as_a_tree(num_nodes: int) -> None:
+    """Ragged rows, of which some agree with the target to their end and some do not."""
+    numbers = torch.Generator().manual_seed(num_nodes)
+    said = torch.randint(3, (64, num_nodes + 1), generator=numbers)
+    tokens = torch.randint(3, (64, num_nodes), generator=numbers)
+    short = torch.randint(num_nodes + 1, (64, 1), generator=numbers)
+    tokens = tokens.masked_fill(torch.arange(num_nodes) >= short, PAD)
+    logits = torch.nn.functional.one_hot(said, VOCAB).float()
+    law, nodes = TargetLaw(logits, logits, [True] * 64), (num_nodes,) * 64
+    line = torch.arange(num_nodes).unsqueeze(0) - 1
+    quick, general = (
+        Match().verify(DraftBlock(tokens, nodes, shape, PointMass(tokens, VOCAB)), law, NOISE)
+        for shape in (chain(num_nodes, CPU), from_parents(line))
+    )
+    for name in ("tokens", "path", "accepted"):
+        assert torch.equal(getattr(quick, name), getattr(general, name)), name
+
+
 def test_equal_logits_go_to_the_lowest_id_in_both_paths() -> None:
     logits = torch.zeros(1, 3, VOCAB)
     logits[..., 3:] = 1.0
