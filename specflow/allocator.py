@@ -42,9 +42,8 @@ def keep_freed_memory() -> None:
 def huge_pages() -> Iterator[None]:
     """Move what is allocated inside, and is still there at the end, to huge pages, where the kernel leaves it to us.
 
-    A pass on a CPU streams all weights from memory. With pages of 4 KB a twentieth of its time goes into finding them:
-    21.4 against 20.2 ms for the embedded model in float32. Most systems give huge pages only to memory that asks for
-    them. Moving costs about 2 ms a megabyte, once.
+    A pass on a CPU streams all weights from memory, and part of its time goes into finding pages of 4 KB. Most systems
+    give huge pages only to memory that asks for them. Moving costs 2 to 4 ms a megabyte, once.
     """
     before = _whole_blocks()
     yield

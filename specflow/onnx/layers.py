@@ -121,7 +121,7 @@ class PassGraph:
         self._biases = {flag: writer.input(names[flag], ("batch", "rows", "slots")) for flag in sorted(kinds)}
         self._tiled: dict[tuple[bool, int], str] = {}
         self._slot_of: dict[int, str] = {}
-        self._angles: list[str] = []
+        self._half, self._angles = cos.shape[-1], list[str]()
 
     def settle(self, stream: Stream) -> Stream:
         """The stream with nothing left to add."""
@@ -221,7 +221,9 @@ class PassGraph:
             for table in (self._cos, self._sin):
                 half = w.op("Unsqueeze", w.op("Gather", table, self._positions), w.constant([1]))
                 self._angles.append(w.op("Concat", half, half, axis=-1))  # [B, 1, R, Dh]
-        first, second = w.ops("Split", 2, heads, axis=-1, num_outputs=2)
+        # OpenVINO makes one operator of these where the halves are slices, not where they are split.
+        first = w.op("Slice", heads, w.constant([0]), w.constant([self._half]), w.constant([3]))
+        second = w.op("Slice", heads, w.constant([self._half]), w.constant([2 * self._half]), w.constant([3]))
         turned = w.op("Concat", w.op("Neg", second), first, axis=-1)
         return w.op("Add", w.op("Mul", heads, self._angles[0]), w.op("Mul", turned, self._angles[1]))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specflow.allocator import huge_pages
 from specflow.errors import MissingExtra, ModelError
 
 if TYPE_CHECKING:
@@ -74,18 +75,13 @@ class OpenVinoSession:
             ModelError: A name, type or number of dimensions is not the graph's, or the pass fails.
         """
         self._check(feeds, wanted)
-        if self._request is None or not wanted.keys() <= self._computed:
+        if self._request is not None and wanted.keys() <= self._computed:
+            self._infer(feeds, slots)
+        else:
             self._computed |= wanted.keys()
-            self._request, self._bound = self._compile(), ()
-            if self._layers:
-                self._set(_ZERO, torch.zeros(1))
-        try:
-            self._bind(slots)
-            for name, tensor in feeds.items():
-                self._set(name, tensor)
-            self._request.infer()
-        except RuntimeError as error:
-            raise self._failure("could not run it", error) from error
+            with huge_pages():
+                self._request, self._bound = self._compile(), ()
+                self._infer(feeds, slots)  # weights are packed when they first meet rows
         if slots is not None:
             self._keep(slots, feeds["starts"])
         return {name: torch.from_numpy(self._request.get_tensor(name).data.copy()) for name in wanted}
@@ -105,6 +101,15 @@ class OpenVinoSession:
             expected = f"one of {', '.join(sorted(self.outputs))}"
             raise ModelError(str(self.path), f"there is no output {unknown[0]!r}", expected)
 
+    def _infer(self, feeds: Mapping[str, Tensor], slots: Tensor | None) -> None:
+        try:
+            self._bind(slots)
+            for name, tensor in feeds.items():
+                self._set(name, tensor)
+            self._request.infer()
+        except RuntimeError as error:
+            raise self._failure("could not run it", error) from error
+
     def _bind(self, slots: Tensor | None) -> None:
         """Let the inputs of all layers stand in a cache, until there is another."""
         if slots is None:
@@ -114,6 +119,7 @@ class OpenVinoSession:
             for layer in self._layers:
                 for kind, part in zip(("key", "value"), slots[layer], strict=True):
                     self._set(f"past_{kind}.{layer}", part)
+            self._set(_ZERO, torch.zeros(1))
             self._bound = key
 
     def _set(self, name: str, tensor: Tensor) -> None:

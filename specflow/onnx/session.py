@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specflow.allocator import huge_pages
 from specflow.errors import MissingExtra, ModelError
 from specflow.onnx.writer import onnx_type
 
@@ -228,10 +227,9 @@ def _open(path: Path, place: Place) -> Any:
         expected = f"a device of ONNX Runtime: {', '.join(_PROVIDERS)}"
         raise ModelError(str(path), f"ONNX Runtime does not run on {place.device}", expected, "set runtime: torch")
     try:
-        with huge_pages():
-            session = onnxruntime.InferenceSession(
-                str(path), options, providers=[(name, _provider_options(name, place.device)) for name in wanted]
-            )
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=[(name, _provider_options(name, place.device)) for name in wanted]
+        )
     except Exception as error:  # as above
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(str(path), f"ONNX Runtime cannot open it: {reason}", "a sound graph, its weights") from error

@@ -47,6 +47,8 @@ _PROBED_ROWS = (1, 8)
 """Rows of the passes that decide: a plain step, and the verification of a short block."""
 _PROBED_CONTEXT = 256
 _PROBES = 7
+_CLEARLY = 0.9
+"""Share of the ordinary runtime's time in which another one must be ready."""
 _OPENVINO_WEIGHTS = ("float32", "int8")
 """Other types of weights are slower there than in other runtimes, or are not read."""
 
@@ -190,10 +192,15 @@ def _keep_verdict(path: Path, verdict: Mapping[str, object]) -> None:
 
 
 def _best(seconds: Mapping[str, float], exact: Mapping[str, bool]) -> str:
-    """The fastest runtime of those that keep their rows' bits, where there is one; of all otherwise."""
+    """The fastest runtime of those that keep their rows' bits, where there is one; of all otherwise.
+
+    The first one, which is the ordinary one, stays where no other is clearly faster.
+    """
     held = [runtime for runtime in seconds if exact[runtime]] or list(seconds)
     best, fastest = (min(each, key=seconds.__getitem__) for each in (held, seconds))
-    if best != fastest:
+    if seconds[best] > _CLEARLY * seconds[held[0]]:
+        best = held[0]
+    if best != fastest and not exact[fastest]:
         ratio = seconds[best] / seconds[fastest]
         log.warning("%s is %.2f times as fast and changes bits with the rows: %s runs it", fastest, ratio, best)
     return best
