@@ -19,6 +19,7 @@ bench: $(VENV)/installed
 
 # About 20 minutes on 2 quiet cores, and once before that 15 for the peers' environment.
 bench-cpu: $(VENV)/installed $(PEERS)/installed.json
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[openvino]'
 	$(BIN)/specflow models fetch smollm2-135m
 	$(BIN)/python benchmarks/cpu.py
 
