@@ -60,13 +60,14 @@ class NewModel:
     vocabulary: DraftVocabulary | None = None  # None: they are the target's
 
 
-def llama_config(target: Target, sizes: tuple[int, int, int], num_ids: int) -> LlamaConfig:
+def llama_config(target: Target, sizes: tuple[int, int, int], num_ids: int, tied: bool = True) -> LlamaConfig:
     """The configuration of a small Llama with the target's context.
 
     Args:
         target: The model it drafts for.
         sizes: Layers, width and heads.
         num_ids: Of its vocabulary.
+        tied: Its head is its embedding.
     """
     from transformers import LlamaConfig
 
@@ -79,7 +80,7 @@ def llama_config(target: Target, sizes: tuple[int, int, int], num_ids: int) -> L
         num_attention_heads=heads,
         num_key_value_heads=heads,
         max_position_embeddings=target.info.context_length,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
 
 

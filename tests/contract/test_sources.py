@@ -250,7 +250,7 @@ def parts_of(thing: object, seen: set[int]) -> Iterator[object]:
     inner: list[object] = []
     if isinstance(thing, dict):
         inner = list(thing.values())
-    elif isinstance(thing, list | tuple):
+    elif isinstance(thing, list | tuple | torch.nn.ModuleList):
         inner = list(thing)
     elif type(thing).__module__.startswith("specflow"):
         slots = [name for each in type(thing).__mro__ for name in getattr(each, "__slots__", ())]
@@ -275,9 +275,9 @@ def test_repeated_blocks_have_parameters_of_their_own() -> None:
         for method in info.presets():
             drafter = Session({"method": method}, []).drafter
             for group in parts_of(drafter, set()):
-                if not isinstance(group, list | tuple) or len(group) < 2 or isinstance(group[0], torch.Tensor):
+                if not isinstance(group, list | tuple | torch.nn.ModuleList) or len(group) < 2 or isinstance(group[0], torch.Tensor):
                     continue
-                for one, two in combinations(group, 2):
+                for one, two in combinations(list(group), 2):
                     if type(one) is type(two) and weights_of(one):
                         assert one is not two, f"{method}: {type(one).__name__}"
                         for mine, its in zip(weights_of(one), weights_of(two), strict=True):

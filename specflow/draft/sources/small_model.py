@@ -178,21 +178,22 @@ def _random_model(config: SmallModelConfig, target: Target) -> NewModel:
     from specflow.draft.onnx_lm import ModelWeights
     from specflow.law import DraftVocabulary
 
-    weights = ModelWeights(_config(config, target), SeededTensors(config.seed))
+    # With the head tied to the embedding, a model that has learnt nothing says the token it has just read.
+    weights = ModelWeights(_config(config, target, tied=False), SeededTensors(config.seed))
     size, full = config.draft_vocab_size, target.info.vocab_size
     if size is None:
         return NewModel(weights)
     return NewModel(weights, DraftVocabulary(torch.arange(size, device=target.info.device) * full // size, full))
 
 
-def _config(config: SmallModelConfig, target: Target) -> LlamaConfig:
+def _config(config: SmallModelConfig, target: Target, tied: bool = True) -> LlamaConfig:
     from specflow.draft.lm_new import llama_config
     from specflow.errors import GraphError
 
     size, full = config.draft_vocab_size, target.info.vocab_size
     if size is not None and size > full:
         raise GraphError("draft.draft_vocab_size", f"{size}", f"at most the target's {full}")
-    return llama_config(target, (config.layers, config.width, config.heads), size or full)
+    return llama_config(target, (config.layers, config.width, config.heads), size or full, tied)
 
 
 def _run(made: NewModel, config: SmallModelConfig, context: SourceContext, device: torch.device) -> Target:
