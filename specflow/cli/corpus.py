@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specflow.cli.progress import working
+from specflow.cli.progress import EVERY_S, working
 
 if TYPE_CHECKING:
     from specflow.bench import PromptRow
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from specflow.train.corpus import Corpus, SamplingMix
 
 __all__ = ["corpus"]
-
-EVERY_S = 10.0
 
 
 def corpus(

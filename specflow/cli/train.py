@@ -129,6 +129,10 @@ def _objective(settings: list[str]) -> dict[str, Any]:
     for setting in settings:
         if "=" in setting:
             document.override(setting)
+    if "losses" not in document.data:
+        hint = f"--objective eagle3 --objective {settings[0]}"
+        expected = f"one of {', '.join(OBJECTIVES)} to change, or losses.NAME=FACTOR"
+        raise DataError("--objective", f"{settings[0]}, and no losses", expected, hint)
     return document.data
 
 
@@ -229,5 +233,10 @@ def _figures(held_out: Mapping[str, Any] | None) -> str:
     """Acceptance on held-out texts, in a few words."""
     if not held_out:
         return ""
-    rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in held_out["accept_rate"])
-    return f"accept@k {rates}, tau {held_out['length']:.2f}, greedy {held_out['greedy_length']:.2f}"
+    rates = " ".join(map(_two_digits, held_out["accept_rate"]))
+    length, greedy = _two_digits(held_out["length"]), _two_digits(held_out["greedy_length"])
+    return f"accept@k {rates}, tau {length}, greedy {greedy}"
+
+
+def _two_digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -82,7 +82,7 @@ def write_decoder(
         entered = writer.op("Gather", writer.weight(embedding, "embedding"), tokens)
     rotary = RotaryTable.of(config, torch.float32, torch.device("cpu"))
     rows = PassGraph(writer, rotary, arch.context_length, [arch.windowed[layer] for layer in layers])
-    stream, taps = Stream(entered), {}
+    stream, taps = _entry(writer, entered, part), {}
     for index in layers:
         form = BlockForm(arch.rotary[index], arch.windowed[index])
         block = reader.block(f"model.layers.{index}", arch.shape, form)
@@ -121,6 +121,15 @@ def write_head(writer: GraphWriter, weight: Tensor, bias: Tensor | None = None) 
 def head_weight(config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> Tensor:
     """The weight of a model's head.  # [V, H]"""
     return tensors["model.embed_tokens.weight" if Architecture.of(config).tied else "lm_head.weight"]
+
+
+def _entry(writer: GraphWriter, entered: str, part: DecoderPart) -> Stream:
+    """The stream as the first layer meets it.
+
+    Behind layers that another pass ran a branch of zeros makes the first norm the operator that it is in the whole
+    model: the operator for rows without a branch rounds differently.
+    """
+    return Stream(entered, writer.op("Sub", entered, entered) if part.enters and part.first else None)
 
 
 def _run_layer(rows: PassGraph, stream: Stream, block: DecoderBlock, index: int, skip: Skip) -> tuple[str, Stream]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specflow.allocator import huge_pages
 from specflow.errors import MissingExtra, ModelError
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenVinoSession"]
 
 _TYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "i64": torch.int64}
+_EXPECTED = "a sound graph, inputs that fit it, and openvino 2026.4 or newer"
 _ZERO, _FRESH = "zero", "fresh"
 """Names of the input that is added to the slots, and of the output that holds the new rows."""
 _ROWS_QUANTIZED = 32
@@ -75,14 +75,12 @@ class OpenVinoSession:
             ModelError: A name, type or number of dimensions is not the graph's, or the pass fails.
         """
         self._check(feeds, wanted)
-        if self._request is not None and wanted.keys() <= self._computed:
-            self._infer(feeds, slots)
-        else:
+        if self._request is None or not wanted.keys() <= self._computed:
+            self._request, self._bound = None, ()  # two of them at once would take twice the memory
             self._computed |= wanted.keys()
-            with huge_pages():
-                self._request, self._bound = self._compile(), ()
-                self._infer(feeds, slots)  # weights are packed when they first meet rows
-        if slots is not None:
+            self._request = self._compile()
+        self._infer(feeds, slots)
+        if slots is not None and self._layers:
             self._keep(slots, feeds["starts"])
         return {name: torch.from_numpy(self._request.get_tensor(name).data.copy()) for name in wanted}
 
@@ -112,7 +110,7 @@ class OpenVinoSession:
 
     def _bind(self, slots: Tensor | None) -> None:
         """Let the inputs of all layers stand in a cache, until there is another."""
-        if slots is None:
+        if slots is None or not self._layers:
             return
         key = (slots.data_ptr(), slots.shape, slots.stride())
         if key != self._bound:
@@ -157,7 +155,7 @@ class OpenVinoSession:
 
     def _failure(self, what: str, error: Exception) -> ModelError:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        return ModelError(str(self.path), f"OpenVINO {what}: {lines[-1]}", "a sound graph, and inputs that fit it")
+        return ModelError(str(self.path), f"OpenVINO {what}: {lines[-1]}", _EXPECTED)
 
 
 def _core(path: Path, place: Place) -> Any:

@@ -32,7 +32,7 @@ __all__ = ["CONTRIB", "OPSET", "WRITER_VERSION", "FloatName", "GraphWriter", "Sh
 
 OPSET = 23
 """Of ai.onnx; 23 brought RMSNormalization. ONNX Runtime has it from 1.23 on."""
-WRITER_VERSION = 2
+WRITER_VERSION = 3
 """Changes when graphs of the same weights would: those that an earlier version wrote are not used again."""
 CONTRIB = "com.microsoft"
 """Domain of ONNX Runtime's own operators, version 1."""

@@ -70,13 +70,14 @@ def open_target(opening: Opening) -> Target:
 
     Raises:
         ModelError: It cannot run as asked; the reason is named.
+        MissingExtra: The runtime asked for is not installed.
         CheckpointError: Its weights are not those of its configuration.
     """
     refusal = _openvino_refusal(opening) if opening.runtime == "openvino" else _onnx_refusal(opening)
     if opening.runtime in ("onnx", "openvino"):
         if refusal:
-            found = f"{opening.runtime}, and {refusal}"
-            raise ModelError("target.runtime", found, "a model and dtype that graphs compute", _HINT)
+            found, hint = f"{opening.runtime}, and {refusal}", _HINT if opening.runtime == "onnx" else _OTHER
+            raise ModelError("target.runtime", found, "a model, dtype and device that it runs", hint)
         return _open_onnx(opening) if opening.runtime == "onnx" else _open_openvino(opening)
     if opening.options.quantization is not None and (refusal or opening.runtime == "torch"):
         found = f"{opening.options.quantization} weights, and {refusal or 'runtime torch'}"
@@ -87,6 +88,7 @@ def open_target(opening: Opening) -> Target:
 
 
 _HINT = "set target.runtime: torch with float32 or bfloat16"
+_OTHER = "set target.runtime: auto"
 _Openers = Mapping[str, Callable[[Opening], "Target"]]
 
 

@@ -47,7 +47,8 @@ class HeldOut:
             texts = self._batches[number]
             batch = make_batch(texts, self._source.read(texts), key_of("held out", number))
             law = TargetLaw(batch, tables.head, tables.head_bias, trainee.trainable.vocabulary)
-            found.add(judge(drafting(batch), law))
+            # A block may be wider than what is drafted of it.
+            found.add(judge(drafting(batch)[: trainee.depth], law))
         found.sums = self._processes.total(found.sums.to(tables.head.device)).cpu()
         return {name: _numbers(value) for name, value in asdict(found.report()).items()}
 

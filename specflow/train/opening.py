@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from specflow.train.options import TrainOptions
 
 __all__ = ["Beginning", "Trainee", "published_objective", "trained_part"]
-
-log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -120,21 +117,26 @@ class Beginning:
         Raises:
             GraphError: Its options fit neither each other nor the target.
             CheckpointError: The checkpoint does not hold what the drafter needs.
+            RecipeError: The recipe names weights, and nobody said to go on from them.
         """
         tables = TargetTables(self.loaded.target)
         if self.checkpoint is not None:
-            own = self.section.info.checkpoint == "weights"
-            options = self.section.options
-            # Others are read by more than their source, and say nothing of its options.
-            options = read_options(options, str(self.checkpoint)) if own else self._sized(options)
-            given = dict(read_tensors(self.checkpoint))
+            options, given = self._opened(self.checkpoint)
         else:
-            options = self._sized(self.section.options)
+            options = self._sized(self._new())
             given = self._map_of(options)
             if self.options.start == "target":
                 given |= self._copies(self._build(options, given, tables), tables)
         trainable = self._build(options, given, tables)
         return Trainee(trainable, tables, self.depth, self._coverage(trainable))
+
+    def _new(self) -> BaseModel:
+        """Options of a drafter that begins with new weights."""
+        options, name = self.section.options, self.section.info.checkpoint
+        if (weights := getattr(options, name, None)) is not None:
+            hint = f"leave draft.{name} out; --from {weights} goes on from them"
+            raise RecipeError(f"draft.{name}", f"{weights}, weights that are there already", "new ones", hint)
+        return options
 
     def _opened(self, checkpoint: Path) -> tuple[BaseModel, dict[str, Tensor]]:
         """Options and tensors of a checkpoint."""
@@ -146,6 +148,8 @@ class Beginning:
         if getattr(options, "offset_norms", False):
             found = "gains that are stored as their distance from 1"
             raise GraphError("--from", f"{checkpoint} has {found}", "gains as they are", "train from other weights")
+        if getattr(options, "temperatures", ()) and "temperatures" not in self.section.options.model_fields_set:
+            options = _with(options, temperatures=())  # they were fitted to the head as it was
         return options, given
 
     def _build(self, options: BaseModel, given: Mapping[str, Tensor], tables: TargetTables) -> Trainable:

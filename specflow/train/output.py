@@ -167,8 +167,6 @@ def save_drafter(path: Path, trainable: Trainable) -> None:
     write_json_atomic(path / "config.json", dict(trainable.config()))
     if trainable.accompany is not None:
         trainable.accompany(path)
-    if trainable.accompany is not None:
-        trainable.accompany(path)
 
 
 def _stored(name: str, tensor: Tensor) -> Tensor:
@@ -215,8 +213,10 @@ def draw_curve(folder: RunFolder, title: str) -> None:
             losses.append((line["step"], max(line["loss"], 0.0)))
         if (found := line.get("held_out")) is not None:
             for number, rate in enumerate(found["accept_rate"], 1):
-                accepted.setdefault(f"@{number}", []).append((line["step"], rate))
-            lengths.append((line["step"], found["length"]))
+                if rate is not None:
+                    accepted.setdefault(f"@{number}", []).append((line["step"], rate))
+            if found["length"] is not None:
+                lengths.append((line["step"], found["length"]))
     panels = {
         "accept rate at position k, held-out": accepted,
         "expected acceptance length": {"length": lengths} if lengths else {},

@@ -101,15 +101,15 @@ def load_training_prompts(paths: Sequence[Path], limit: int | None = None) -> tu
 
 
 def refuse_evaluation_file(path: Path) -> None:
-    """Refuse a file that is named as an evaluation set, or lies in a folder that is.
+    """Refuse a file with the name of an evaluation set in its own, or in that of a folder it lies in.
 
     Raises:
         DataError: It is.
     """
     for place in (path.absolute(), path.resolve()):
-        pieces = [place.name.split(".")[0], *(folder.name for folder in place.parents[:_DEPTH])]
-        for piece in () if _says_train(pieces[0]) else pieces:
-            name = _set_of(piece) or ("".join(_words(piece)) in _FOLDERS and piece)
+        pieces = [place.name, *(folder.name for folder in place.parents[:_DEPTH])]
+        for piece in () if _says_train(place.name) else pieces:
+            name = _set_of(piece, anywhere=True) or ("".join(_words(piece.split(".")[0])) in _FOLDERS and piece)
             if name and not _says_train(piece):
                 raise DataError(str(path), f"named as an evaluation set, {name}", _EXPECTED, _HINT)
 
@@ -160,10 +160,12 @@ def _says_train(name: str) -> bool:
     return not {"train", "training"}.isdisjoint(_words(name))
 
 
-def _set_of(name: str) -> str:
-    """The evaluation set whose name a name begins with; empty where it is none's."""
+def _set_of(name: str, anywhere: bool = False) -> str:
+    """The evaluation set whose name a name begins with, or has `anywhere` in it; empty where it is none's."""
     words = _words(name)
-    return next(("_".join(words[:end]) for end in range(1, len(words) + 1) if "".join(words[:end]) in _SETS), "")
+    begins = range(len(words) if anywhere else min(len(words), 1))
+    runs = (words[begin:end] for begin in begins for end in range(begin + 1, len(words) + 1))
+    return next(("_".join(run) for run in runs if "".join(run) in _SETS), "")
 
 
 def _content_id(row: PromptRow) -> str:

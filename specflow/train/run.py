@@ -258,7 +258,12 @@ class TrainingRun:
         target, needs = self._loaded.target, self._trainee.trainable.needs
         if self._plan.features is None:
             return OnlineFeatures(target, needs)
-        return FeatureStore(self._plan.features, StoreFacts.of(self._loaded), needs)
+        if not self._processes.is_first:
+            self._processes.wait()  # until the first one has made the directory
+        store = FeatureStore(self._plan.features, StoreFacts.of(self._loaded), needs)
+        if self._processes.is_first:
+            self._processes.wait()
+        return store
 
     def _make_loop(self) -> tuple[Drafting, Loop]:
         options, trainee = self._plan.options, self._trainee

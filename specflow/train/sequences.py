@@ -19,6 +19,7 @@ from torch import Tensor
 from specflow.errors import DataError
 from specflow.train.batch import Batch
 from specflow.train.corpus import CorpusRecord, is_held_out, read_corpus
+from specflow.train.prompts import refuse_evaluation_id
 
 if TYPE_CHECKING:
     from specflow.types import Features
@@ -65,14 +66,16 @@ class Texts:
             num_records: How many records to read, oldest first; None: all there are now.
 
         Raises:
-            DataError: There is no corpus, it has lost records, or none of its texts fits.
+            DataError: There is no corpus, it has lost records or has some of an evaluation set, or none of its texts
+                fits.
         """
         records = list(islice(read_corpus(corpus), num_records))
         if num_records is not None and len(records) < num_records:
             found = f"{len(records)} records, and {num_records} when the run began"
             raise DataError(str(corpus), found, "the corpus that the run began with")
         kept: dict[bool, list[Text]] = {False: [], True: []}
-        for record in records:
+        for number, record in enumerate(records, 1):
+            refuse_evaluation_id(record.id, f"{corpus}, record {number}")
             if len(record.prompt_ids) < max_length:
                 kept[is_held_out(record.id, held_out)].append(_text(record, max_length))
         if not kept[False]:

@@ -47,6 +47,7 @@ def vocabulary_offsets(counts: Tensor, size: int, keep: tuple[int, ...] = ()) ->
     """
     wanted = counts.double().clone()
     wanted[list(keep)] = float("inf")
-    ids = wanted.topk(size).indices.sort().values
+    # Of tokens that occur equally often the first: a run that goes on must find the same ones.
+    ids = wanted.sort(descending=True, stable=True).indices[:size].sort().values
     offsets: Tensor = ids - torch.arange(size)
     return offsets

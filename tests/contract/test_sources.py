@@ -275,7 +275,11 @@ def test_repeated_blocks_have_parameters_of_their_own() -> None:
         for method in info.presets():
             drafter = Session({"method": method}, []).drafter
             for group in parts_of(drafter, set()):
-                if not isinstance(group, list | tuple | torch.nn.ModuleList) or len(group) < 2 or isinstance(group[0], torch.Tensor):
+                if (
+                    not isinstance(group, list | tuple | torch.nn.ModuleList)
+                    or len(group) < 2
+                    or isinstance(group[0], torch.Tensor)
+                ):
                     continue
                 for one, two in combinations(list(group), 2):
                     if type(one) is type(two) and weights_of(one):

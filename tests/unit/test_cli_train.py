@@ -107,6 +107,9 @@ def test_an_objective_is_a_published_one_changed(corpus: Path, tmp_path: Path) -
     assert chosen["rate"] == 0.7
     with pytest.raises(DataError, match="'lkk'"):
         call(*words, "--objective", "lkk")
+    with pytest.raises(DataError, match="no losses") as found:
+        call(*words, "--objective", "rate=0.7")
+    assert "--objective eagle3 --objective rate=0.7" in found.value.hint
 
 
 @pytest.mark.parametrize(("recipe", "reason"), [("ngram", "nothing to train"), ("vanilla", "decodes plainly")])

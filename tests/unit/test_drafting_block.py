@@ -133,11 +133,12 @@ def test_a_chain_ends_with_its_answer() -> None:
     assert not {19, 20} & set(at)
 
 
-def test_a_batch_without_an_answer_has_no_chains() -> None:
+@pytest.mark.parametrize("sizes", [{}, {"draft_vocab_size": len(reduced_ids())}], ids=["", "reduced"])
+def test_a_batch_without_an_answer_has_no_chains(sizes: dict[str, object]) -> None:
     batch = texts()
-    slots = everywhere(dspark())(replace(batch, answer=torch.zeros_like(batch.answer)))
+    slots = everywhere(dspark(bool(sizes), **sizes))(replace(batch, answer=torch.zeros_like(batch.answer)))
     assert [len(slot.at) for slot in slots] == [0] * K
-    assert slots[0].logits.shape == (0, TARGET.info.vocab_size)
+    assert slots[0].logits.shape == (0, sizes.get("draft_vocab_size", TARGET.info.vocab_size))
 
 
 def moved(batch: Batch, text: int, position: int) -> Batch:

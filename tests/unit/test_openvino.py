@@ -111,6 +111,20 @@ def test_an_output_is_computed_from_when_it_is_first_asked_for() -> None:
     assert session._computed == {"logits"}
 
 
+@torch.no_grad()
+def test_a_graph_that_could_not_be_compiled_is_compiled_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, tokens = make_onnx(make_model("qwen3"), runtime=OPENVINO), make_tokens(5)
+
+    def full(_: OpenVinoSession) -> Any:
+        raise ModelError("graph", "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenVinoSession, "_compile", full)
+        with pytest.raises(ModelError, match="no memory"):
+            score(target, tokens, target.new_cache(1, 64), taps=(1,))
+    assert score(target, tokens, target.new_cache(1, 64), taps=(1,)).taps[1].shape == (1, 5, 64)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("feeds", "wanted", "message"),

@@ -275,6 +275,24 @@ class TestPartsOfTheModel:
         assert gap(lower.logits, whole.logits) > 1e-3  # an early exit has its own logits
         assert set(upper.taps) == {1}
 
+    @pytest.mark.parametrize("runtime", ["native", "onnx", "openvino"])
+    def test_two_ranges_have_the_bits_of_the_whole(self, runtime: str) -> None:
+        """Early exits verify in two parts what plain decoding computes in one."""
+        target, tokens = make_target(runtime, "llama_biases_tied"), make_tokens(7)
+        cache = target.new_cache(1, 64)
+        whole = score(target, tokens, cache)
+        lower = score(target, tokens, cache, layers=(0, 1))
+        upper = score(target, tokens, cache, layers=(1, 3), hidden_in=lower.hidden_pre)
+        assert torch.equal(upper.logits, whole.logits)
+
+    @pytest.mark.parametrize("runtime", ["onnx", "openvino"])
+    def test_nothing_but_mlps(self, runtime: str) -> None:
+        """No layer then reads or writes slots."""
+        skip, tokens = Skip(attention=frozenset({0, 1, 2})), make_tokens(7)
+        target, plain = (make_target(each, "llama_biases_tied") for each in (runtime, "native"))
+        found = score(target, tokens, target.new_cache(1, 64), skip=skip).logits
+        assert gap(found, score(plain, tokens, plain.new_cache(1, 64), skip=skip).logits) <= TINY
+
     @pytest.mark.parametrize(("runtime", "family"), OURS + [("adapter", f) for f in ADAPTED])
     def test_skipping_equals_zeroed_branches(self, runtime: str, family: str) -> None:
         target = make_target(runtime, family, torch.float64)

@@ -76,6 +76,9 @@ def test_two_prompts_of_one_id_are_told_apart(tmp_path: Path) -> None:
         "smoke/dev.jsonl",
         "benchmarks/open.jsonl",
         "eval.jsonl",
+        "openai_humaneval.jsonl",
+        "data.gsm8k.jsonl",
+        "google--mbpp/x.jsonl",
     ],
 )
 def test_evaluation_sets_are_refused_by_name(tmp_path: Path, name: str) -> None:
@@ -88,7 +91,14 @@ def test_evaluation_sets_are_refused_by_name(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["prompts.jsonl", "gsm8k_train.jsonl", "gsm8k/train.jsonl", "smokers.jsonl", "mathematics/evaluate_this.jsonl"],
+    [
+        "prompts.jsonl",
+        "gsm8k_train.jsonl",
+        "gsm8k/train.jsonl",
+        "smokers.jsonl",
+        "mathematics/evaluate_this.jsonl",
+        "gsm8k/rows.train.jsonl",
+    ],
 )
 def test_other_files_are_taken(tmp_path: Path, name: str) -> None:
     assert load_training_prompts([write(tmp_path / name, {"prompt": "x"})])[0]

@@ -14,11 +14,14 @@ import torch
 from toy_training import toy_recipe, toy_records, toy_run, toy_target, train, write_corpus
 
 from specflow.build import LoadedTarget, build_drafter
+from specflow.cli.train import _figures
 from specflow.draft.checkpoint import read_options
-from specflow.errors import DataError, RecipeError
+from specflow.errors import DataError, GraphError, RecipeError
 from specflow.recipe import load_recipe, parse_recipe
 from specflow.target.load import read_tensors
+from specflow.train.calibrate import write_temperatures
 from specflow.train.run import Session, TrainingRun
+from specflow.train.start import vocabulary_offsets
 
 EAGLE = toy_recipe(method="eagle3", k=3, mlp_size=32)
 STEPS = {"steps": 8, "lr": 3e-3}
@@ -171,6 +174,69 @@ def test_training_goes_on_from_other_weights(whole: Path, corpus: Path, loaded: 
     kept = read_tensors(whole)
     state = run._trainee.trainable.state()
     assert all(torch.allclose(state[name].float(), kept[name].float(), atol=1e-6) for name in kept)
+
+
+def test_weights_of_the_recipe_are_not_passed_over(
+    whole: Path, corpus: Path, loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    recipe = load_recipe(whole / "recipe.yaml")
+    with pytest.raises(RecipeError, match="weights that are there already") as found:
+        toy_run(corpus, tmp_path / "run", recipe, loaded, STEPS)
+    assert f"--from {whole}" in found.value.hint
+    assert toy_run(corpus, tmp_path / "run", recipe, loaded, STEPS, checkpoint=whole).step == 0
+
+
+def test_temperatures_of_other_weights_are_not_kept(
+    whole: Path, corpus: Path, loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    trusted = toy_recipe(method="eagle3", k=3, mlp_size=32, confidence_head=True)
+    train(toy_run(corpus, tmp_path / "first", trusted, loaded, {**STEPS, "calibration_rounds": 0}))
+    write_temperatures(tmp_path / "first", (2.0, 2.0, 2.0))
+    run = toy_run(corpus, tmp_path / "run", trusted, loaded, STEPS, checkpoint=tmp_path / "first")
+    assert run._trainee.trainable.options.temperatures == ()  # type: ignore[attr-defined]
+
+
+def test_gains_that_are_stored_less_one_are_refused(
+    whole: Path, corpus: Path, loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    recipe = toy_recipe(method="eagle3", k=3, mlp_size=32, offset_norms=True)
+    with pytest.raises(GraphError, match="distance from 1"):
+        toy_run(corpus, tmp_path / "run", recipe, loaded, STEPS, checkpoint=whole)
+
+
+def test_the_head_of_the_target_stays_while_a_copy_learns(corpus: Path, loaded: LoadedTarget, tmp_path: Path) -> None:
+    recipe = toy_recipe(method="eagle3", k=3, mlp_size=32, own_head=True)
+    run = toy_run(corpus, tmp_path / "run", recipe, loaded, {**STEPS, "draft_vocab": 0})
+    head, began = run._trainee.tables.head.clone(), run._trainee.trainable.state()["lm_head.weight"].clone()
+    assert torch.equal(began, head)
+    for _ in run.go(Session(100, 100)):
+        pass
+    assert torch.equal(run._trainee.tables.head, head)
+    assert not torch.equal(run._trainee.trainable.state()["lm_head.weight"], began)
+
+
+def test_of_a_wider_block_what_is_drafted_is_measured(corpus: Path, loaded: LoadedTarget, tmp_path: Path) -> None:
+    recipe = toy_recipe(method="dflash", k=2, block_size=5, num_layers=1, mlp_size=16)
+    train(toy_run(corpus, tmp_path / "run", recipe, loaded, {**STEPS, "steps": 1}))
+    result = json.loads((tmp_path / "run" / "training.json").read_text())["result"]
+    assert len(result["held_out"]["accept_rate"]) == 2
+
+
+def test_positions_that_no_answer_reaches_have_no_figure(loaded: LoadedTarget, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", loaded, toy_records(loaded, 24, answer=6))
+    train(toy_run(corpus, tmp_path / "run", toy_recipe(method="eagle3", k=8, mlp_size=16), loaded, STEPS))
+    held_out = json.loads((tmp_path / "run" / "training.json").read_text())["result"]["held_out"]
+    assert held_out["accept_rate"][0] is not None
+    assert held_out["accept_rate"][7] is None
+    assert "tau -" in _figures(held_out)
+    assert (tmp_path / "run" / "curve.svg").exists()
+
+
+def test_equally_frequent_tokens_are_taken_in_order() -> None:
+    counts = torch.zeros(5000, dtype=torch.int64)
+    counts[[4000, 3000]] = 3
+    ids = vocabulary_offsets(counts, 100, (4999,)) + torch.arange(100)
+    assert ids.tolist() == [*range(97), 3000, 4000, 4999]
 
 
 def test_a_reduced_vocabulary_is_what_answers_use(corpus: Path, loaded: LoadedTarget, tmp_path: Path) -> None:

@@ -52,6 +52,13 @@ def test_a_corpus_that_lost_records_is_refused(corpus: Path) -> None:
         Texts.read(corpus, 0.0, 4)
 
 
+def test_answers_to_an_evaluation_set_are_refused(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", toy_target(), [record("a/1", 4, 6), record("gsm8k/test-0", 4, 6)])
+    with pytest.raises(DataError, match="evaluation set") as found:
+        Texts.read(corpus, 0.0, 64)
+    assert found.value.where.endswith("record 2")
+
+
 def test_counts_are_of_the_answers_alone() -> None:
     texts = Texts((Text("a", torch.tensor([7, 7, 5, 5, 6]), 2),), (Text("b", torch.tensor([1, 2]), 1),), 2)
     assert texts.counts(8).tolist() == [0, 0, 0, 0, 0, 2, 1, 0]

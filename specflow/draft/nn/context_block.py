@@ -144,7 +144,7 @@ class BlockLayers(nn.Module):
         if self.head is None:
             logits = self.target.score(normed)
         else:
-            logits = self.head(normed.flatten(0, 1)).view(*normed.shape[:2], -1)
+            logits = self.head(normed.flatten(0, 1)).view(*normed.shape[:2], self.head.out_features)
         return scale_logits(self.options, logits)
 
 

@@ -108,7 +108,9 @@ class WeightReader:
             raise CheckpointError(
                 self.where, f"{name} holds values that are not finite", "numbers", "the file is damaged"
             )
-        taken = tensor.to(self._like.device, self._like.dtype if tensor.is_floating_point() else tensor.dtype)
+        dtype = self._like.dtype if tensor.is_floating_point() else tensor.dtype
+        # What is trained changes in place, and what it began as may be the target's own.
+        taken = tensor.to(self._like.device, dtype, copy=self._tracked)
         self._place(name, lambda: taken)
         return taken
 
