@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from specflow.errors import DataError
 
@@ -17,7 +17,9 @@ __all__ = [
     "append_jsonl",
     "claim_directory",
     "file_sha256",
+    "lock_for_adding",
     "replace_text",
+    "replacing",
     "write_json_atomic",
     "write_text_atomic",
 ]
@@ -48,6 +50,28 @@ def claim_directory(path: Path, hint: str = "choose another") -> None:
         raise DataError(str(path), "holds files already; output is never overwritten", "a new or empty directory", hint)
 
 
+def lock_for_adding(file: Path, where: Path) -> int:
+    """A descriptor that keeps other processes from adding to something, where the system can do that.
+
+    Args:
+        file: What is locked; it is made where it is not there.
+        where: What is added to, for errors.
+
+    Raises:
+        DataError: Another process is adding to it.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    with suppress(ImportError):
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise DataError(str(where), "another process is adding to it", "one at a time", "wait for it") from error
+    return descriptor
+
+
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write a value as JSON; see `write_text_atomic`."""
     text = json.dumps(value, ensure_ascii=False, indent=2) + "\n"
@@ -68,10 +92,21 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: It cannot be written; the old content stands.
     """
+    with replacing(path) as stream:
+        stream.write(text.encode("utf-8"))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of another when the body ends: a reader sees the old or the new one.
+
+    Raises:
+        OSError: It cannot be written; the old one stands.
+    """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with draft.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with draft.open("wb") as stream:
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(path)

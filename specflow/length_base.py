@@ -13,7 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from specflow.types import DraftBlock, DraftBudget
 
-__all__ = ["Additive", "AdditiveConfig", "Fixed", "FixedConfig", "LengthPolicy", "within"]
+__all__ = ["Additive", "AdditiveConfig", "Fixed", "FixedConfig", "LengthPolicy", "priced_context", "within"]
+
+
+_BUCKET = 64
+"""Contexts that share their prices."""
+
+
+def priced_context(context: int) -> int:
+    """The context whose measured prices stand for this one and its neighbours."""
+    return context // _BUCKET * _BUCKET + _BUCKET // 2
 
 
 def within(length: int, limit: int) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from specflow.device import asking_is_free
-from specflow.length_base import within
+from specflow.length_base import priced_context, within
 from specflow.length_confidence import cut, told_by_the_sample
 from specflow.types import DraftBlock, DraftBudget
 
@@ -35,7 +35,6 @@ NO_PROFILE = (
 )
 
 
-BUCKET = 64  # contexts that share their prices
 MOST_WAITS = 4  # a parked batch is probed at least once in this many times `probe` rounds
 
 
@@ -215,14 +214,13 @@ class _Prices:
     """Seconds of rounds of one batch size at one length of context."""
 
     def __init__(self, costs: Costs, k: int, batch: int, context: int) -> None:
-        self._place = batch, context // BUCKET
-        middle = context // BUCKET * BUCKET + BUCKET // 2
-        self.round_s = [costs.round_s(depth, batch, middle) for depth in range(k + 1)]
-        self._verify_s = [costs.verify_s(depth, batch, middle) for depth in range(k + 1)]
+        self._place = batch, priced_context(context)
+        self.round_s = [costs.round_s(depth, *self._place) for depth in range(k + 1)]
+        self._verify_s = [costs.verify_s(depth, *self._place) for depth in range(k + 1)]
         self._on_device: dict[int, Tensor] = {}
 
     def hold_for(self, batch: int, context: int) -> bool:
-        return self._place == (batch, context // BUCKET)
+        return self._place == (batch, priced_context(context))
 
     def cut_s(self, drafted: int, device: torch.device) -> Tensor:
         """A round in which `drafted` columns were drafted, by how many of them are verified.  # [N + 1] float64"""

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from specflow.length_base import within
+from specflow.length_base import priced_context, within
 from specflow.types import DraftBlock, DraftBudget
 
 if TYPE_CHECKING:
     from specflow.length_gain import Costs
 
 __all__ = ["ByMatch", "ByMatchConfig"]
-
-BUCKET = 64  # contexts that share their prices
 
 
 class ByMatchConfig(BaseModel):
@@ -98,12 +96,12 @@ class ByMatch:
 
     def _read_prices(self, costs: Costs, batch: int, context: int) -> None:
         """Rounds in plain steps, as if every row of the batch drafted alike: they share the pass."""
-        place = batch, context // BUCKET
+        place = batch, priced_context(context)
         if place == self._place:
             return
-        self._place, middle = place, context // BUCKET * BUCKET + BUCKET // 2
-        plain = costs.round_s(0, batch, middle)
-        self._prices = [costs.round_s(n, batch, middle) / plain for n in range(self.k + 1)]
+        self._place = place
+        plain = costs.round_s(0, *place)
+        self._prices = [costs.round_s(n, *place) / plain for n in range(self.k + 1)]
         for row in self._rows:
             row.judge_afresh()
 

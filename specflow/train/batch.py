@@ -38,6 +38,11 @@ class Batch:
         assert self.features.hidden_post is not None, "batches always carry hidden_post"
         return self.features.hidden_post
 
+    @property
+    def begins(self) -> Tensor:
+        """Anchors of rounds: tokens of the answer that are followed by one of it.  # [B, T - 1] bool"""
+        return self.answer[:, :-1] & self.answer[:, 1:]
+
     def labels(self, at: Tensor) -> Tensor:
         """The token after each position; any token at the end of a text.  # [n] flat positions -> [n]"""
         width = self.tokens.shape[1]

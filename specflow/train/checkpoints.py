@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specflow.errors import DataError
+from specflow.files import replacing
 
 __all__ = ["load_state", "save_state"]
 
@@ -27,17 +26,11 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     Raises:
         DataError: The disk has no room.
     """
-    draft = folder / f".{_FILE}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as stream:
+        with replacing(folder / _FILE) as stream:
             torch.save(dict(state), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(folder / _FILE)
     except (OSError, RuntimeError) as error:  # torch's writer has an error of its own
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
         hint = "the checkpoint before it is intact; make room and call the command again"
         raise DataError(str(folder), f"cannot keep a checkpoint: {error}", "a disk with room", hint) from error
 

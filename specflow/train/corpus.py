@@ -13,14 +13,13 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from specflow.errors import DataError
-from specflow.files import append_jsonl, claim_directory, file_sha256, write_json_atomic
+from specflow.files import append_jsonl, claim_directory, file_sha256, lock_for_adding, write_json_atomic
 from specflow.provenance import Provenance
 from specflow.train.prompts import refuse_evaluation_file, refuse_evaluation_id
 
@@ -126,7 +125,7 @@ class Corpus:
                 "imports": [],
                 "sessions": [],
             }
-        self._lock = _locked(path / _RECORDS)
+        self._lock = lock_for_adding(path / _RECORDS, path / _RECORDS)
         self._recover()
         self._header["sessions"].append(asdict(provenance))
         self._write_header()
@@ -277,20 +276,6 @@ def _records_of(file: Path, vocab_size: int, growing: bool = False) -> Iterator[
                     raise DataError(f"{file}:{number}", f"not a record: {error}", EXPECTED, hint) from error
     except (OSError, EOFError) as error:
         raise DataError(str(file), f"cannot be read: {error}", EXPECTED) from error
-
-
-def _locked(file: Path) -> int:
-    """A descriptor that keeps other processes from adding to a file, where the system can do that."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    with suppress(ImportError):
-        import fcntl
-
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            raise DataError(str(file), "another process is adding to it", "one at a time", "wait for it") from error
-    return descriptor
 
 
 def _read_header(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specflow.draft.shapes import ShapeOptions
 from specflow.errors import DataError, TrainingError
-from specflow.files import append_jsonl, write_json_atomic, write_text_atomic
+from specflow.files import append_jsonl, replacing, write_json_atomic, write_text_atomic
 from specflow.plot import draw_lines
 from specflow.recipe import dump_recipe, parse_recipe, recipe_data
 from specflow.recipe_draft import COMBINED
@@ -154,13 +154,9 @@ def save_drafter(path: Path, trainable: Trainable) -> None:
     from safetensors.torch import save
 
     content = save({name: _stored(name, tensor) for name, tensor in trainable.state().items()}, {"format": "pt"})
-    draft = path / ".model.safetensors"
     try:
-        with draft.open("wb") as stream:
+        with replacing(path / "model.safetensors") as stream:
             stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(path / "model.safetensors")
     except OSError as error:
         found = f"cannot write the drafter: {error.strerror or error}"
         raise DataError(str(path), found, "a writable disk with room") from error

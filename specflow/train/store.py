@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specflow.draft.base import Needs
 from specflow.errors import DataError, ModelError
-from specflow.files import claim_directory, write_json_atomic
+from specflow.files import claim_directory, lock_for_adding, write_json_atomic
 from specflow.train.capture import features_of, names_of, pass_groups
 
 if TYPE_CHECKING:
@@ -221,16 +221,11 @@ class FeatureStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes from adding, where the system can do that."""
-        with (self.path / _HEADER).open("rb") as stream:
-            with suppress(ImportError):
-                import fcntl
-
-                try:
-                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    found = "another process is adding to it"
-                    raise DataError(str(self.path), found, "one at a time", "wait for it") from error
+        descriptor = lock_for_adding(self.path / _HEADER, self.path)
+        try:
             yield
+        finally:
+            os.close(descriptor)
 
 
 def _digest(text: Text) -> str:

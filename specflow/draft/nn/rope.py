@@ -66,13 +66,14 @@ class RotaryTable:
         """Make room for this many positions."""
         if positions <= self._cos.shape[0]:
             return
-        wide = torch.float64 if self._dtype == torch.float64 else torch.float32
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), self._frequencies.float())
-        angles = torch.cat((angles, angles), dim=-1).to(wide)
-        self._cos = (angles.cos() * self._gain).to(self._device, self._dtype)
-        sines = angles.sin() * self._gain
-        sines[:, : sines.shape[1] // 2].neg_()
-        self._sin = sines.to(self._device, self._dtype)
+        with torch.inference_mode(False):  # tables made in inference mode would serve no later training step
+            wide = torch.float64 if self._dtype == torch.float64 else torch.float32
+            angles = torch.outer(torch.arange(positions, dtype=torch.float32), self._frequencies.float())
+            angles = torch.cat((angles, angles), dim=-1).to(wide)
+            self._cos = (angles.cos() * self._gain).to(self._device, self._dtype)
+            sines = angles.sin() * self._gain
+            sines[:, : sines.shape[1] // 2].neg_()
+            self._sin = sines.to(self._device, self._dtype)
 
     def halves(self, positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the first positions, one for each pair of a head's values.  # [positions, Dh / 2]"""

@@ -65,8 +65,7 @@ class BlockDrafting(Drafting):
 
     def forward(self, batch: Batch) -> Sequence[Slot]:
         """See `Drafting.forward`."""
-        with torch.inference_mode(False):  # tables made in inference mode would serve no later training step
-            self._rotary.grow(batch.tokens.shape[1] + self._slots)
+        self._rotary.grow(batch.tokens.shape[1] + self._slots)
         blocks = _Blocks.drawn(batch, self._most_blocks)
         text, index = blocks.real.nonzero(as_tuple=True)
         order = torch.arange(self._depth, device=text.device).unsqueeze(1) + self.layers.options.first_slot
@@ -137,7 +136,7 @@ class _Blocks:
     @classmethod
     def drawn(cls, batch: Batch, most: int) -> _Blocks:
         """Some of the positions of each text that are of the answer and are followed by a token of it."""
-        begins = batch.answer[:, :-1] & batch.answer[:, 1:]
+        begins = batch.begins
         width = min(most, max(1, int(begins.sum(1).max())))
         numbers = torch.rand(begins.shape, generator=torch.Generator().manual_seed(batch.key)).to(begins.device)
         found = numbers.masked_fill(~begins, -1.0).topk(width, dim=1).indices

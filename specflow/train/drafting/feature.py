@@ -44,7 +44,7 @@ class _Chains:
 
     @classmethod
     def of(cls, batch: Batch) -> _Chains:
-        text, base = (batch.answer[:, 1:-1] & batch.answer[:, 2:]).nonzero(as_tuple=True)
+        text, base = batch.begins[:, 1:].nonzero(as_tuple=True)
         return cls(text, base, batch.tokens.shape[1])
 
     def at(self, ahead: int) -> Tensor:
@@ -78,8 +78,7 @@ class FeatureDrafting(Drafting):
 
     def forward(self, batch: Batch) -> Sequence[Slot]:
         """See `Drafting.forward`."""
-        with torch.inference_mode(False):  # tables made in inference mode would serve no later training step
-            self._rotary.grow(batch.tokens.shape[1] + self._depth)
+        self._rotary.grow(batch.tokens.shape[1] + self._depth)
         chains = _Chains.of(batch)
         hidden = self.network.fuse(pick_features(self.network.needs, batch.features).to(self._like)).flatten(0, 1)
         if self.network.num_steps > 1:

@@ -43,7 +43,7 @@ class HeadsDrafting(Drafting):
 
     def forward(self, batch: Batch) -> Sequence[Slot]:
         """See `Drafting.forward`."""
-        text, base = (batch.answer[:, 1:-1] & batch.answer[:, 2:]).nonzero(as_tuple=True)
+        text, base = batch.begins[:, 1:].nonzero(as_tuple=True)
         hidden = batch.hidden[text, base]
         features = hidden.to(next(self.heads.parameters(), hidden).dtype)
         marginals = (self.heads.head(k, features) for k in range(self._depth))

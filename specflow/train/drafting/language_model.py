@@ -50,8 +50,7 @@ class TextDrafting(Drafting):
     def _read(self, batch: Batch, needed: Tensor) -> Tensor:
         """What the layers make of some positions, each after the text before it.  # [N] flat -> [N, H]"""
         num_texts, width = batch.tokens.shape
-        with torch.inference_mode(False):  # tables made in inference mode would serve no later training step
-            self._rotary.grow(width)
+        self._rotary.grow(width)
         positions = torch.arange(width, device=batch.tokens.device).repeat(num_texts)
         shape = self.layers.shape
         cos, sin = self._rotary.at(positions, shape.num_heads + shape.num_kv_heads, shape.num_kv_heads)

@@ -27,7 +27,7 @@ def chains_apart(batch: Batch, depth: int, most: int) -> Chains:
         depth: K.
         most: Chains of a text.
     """
-    begins = batch.answer[:, :-1] & batch.answer[:, 1:]  # [B, T - 1]
+    begins = batch.begins  # [B, T - 1]
     numbers = torch.Generator().manual_seed(batch.key)
     first = torch.randint(depth, (len(begins), 1), generator=numbers).to(begins.device)
     order = begins.cumsum(1) - 1
