@@ -23,7 +23,16 @@ from specflow.files import append_jsonl, claim_directory, file_sha256, lock_for_
 from specflow.provenance import Provenance
 from specflow.train.prompts import refuse_evaluation_file, refuse_evaluation_id
 
-__all__ = ["Corpus", "CorpusRecord", "CorpusTarget", "SamplingMix", "is_held_out", "read_corpus", "share_of"]
+__all__ = [
+    "Corpus",
+    "CorpusRecord",
+    "CorpusTarget",
+    "SamplingMix",
+    "check_target",
+    "is_held_out",
+    "read_corpus",
+    "share_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -215,6 +224,27 @@ class Corpus:
         if record.id in self.ids:
             raise ValueError(f"a second record {record.id!r}")
         return record
+
+
+def check_target(path: Path, model: str, identity: str) -> None:
+    """Answers of another model would teach the drafter what its target does not say.
+
+    Args:
+        path: Directory of a corpus.
+        model: The target's name.
+        identity: What tells it from all others.
+
+    Raises:
+        DataError: It is another target's, or no corpus.
+    """
+    try:
+        whose = _read_header(path)["target"]
+    except DataError as error:
+        hint = "specflow corpus makes one"
+        raise DataError(str(path), f"no corpus: {error.found}", f"a directory with {_HEADER}", hint) from error
+    if whose.get("identity") != identity:
+        found = f"answers of {whose.get('model')}, {str(whose.get('identity'))[:12]}"
+        raise DataError(str(path), found, f"those of {model}, {identity[:12]}")
 
 
 def read_corpus(path: Path, held_out: bool | None = None, fraction: float = 0.0) -> Iterator[CorpusRecord]:

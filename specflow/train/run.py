@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +18,7 @@ from specflow.recipe_draft import draft_data
 from specflow.train.calibrate import CalibrationPlan, calibrate_drafter, write_temperatures
 from specflow.train.capture import KeptFeatures, OnlineFeatures
 from specflow.train.checkpoints import load_state, save_state
+from specflow.train.corpus import check_target
 from specflow.train.drafting import DraftingOptions, drafting_for
 from specflow.train.held_out import HeldOut, sample
 from specflow.train.loop import Loop, Narrowed
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from specflow.train.sequences import Text
 
 __all__ = ["Progress", "RunPlan", "Session", "TrainingRun"]
-
-log = logging.getLogger(__name__)
 
 LOG_EVERY = 10
 """Steps whose figures make up one line of the log."""
@@ -101,7 +98,7 @@ class TrainingRun:
         self._place, self._section = trained_part(plan.recipe)
         self.folder = RunFolder(plan.output)
         self.folder.read()
-        _check_corpus(plan.corpus, loaded)
+        check_target(plan.corpus, info.name, loaded.identity())
         known = self.folder.settings.get("corpus", {}).get("records")
         self.texts = Texts.read(plan.corpus, options.held_out, min(options.max_length, info.context_length), known)
         beginning = Beginning(self._section, loaded, options, self.texts.counts(info.vocab_size), plan.checkpoint)
@@ -325,21 +322,3 @@ def _check_share(accumulate: int, processes: Processes) -> None:
         found = f"{accumulate} batches of a step, and {processes.count} processes"
         hint = f"--accumulate {-(-accumulate // processes.count) * processes.count}; it does not slow a step down"
         raise DataError("--accumulate", found, "the same number of batches for each process", hint)
-
-
-def _check_corpus(corpus: Path, loaded: LoadedTarget) -> None:
-    """Answers of another model would teach the drafter what this target does not say.
-
-    Raises:
-        DataError: It is another target's, or no corpus.
-    """
-    file = corpus / "corpus.json"
-    try:
-        whose = json.loads(file.read_text(encoding="utf-8"))["target"]
-        model, identity = whose["model"], whose["identity"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "specflow corpus makes one"
-        raise DataError(str(corpus), f"no corpus: {error!r}", "a directory with corpus.json", hint) from error
-    if identity != loaded.identity():
-        found = f"answers of {model}, {identity[:12]}"
-        raise DataError(str(corpus), found, f"those of {loaded.target.info.name}, {loaded.identity()[:12]}")
