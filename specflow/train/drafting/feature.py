@@ -25,6 +25,7 @@ from specflow.errors import GraphError
 from specflow.train.batch import Batch, Drafting, Slot
 from specflow.train.drafting.base import DraftingOptions, drafting_of
 from specflow.train.drafting.chain_attention import ChainRows, TextRows
+from specflow.train.drafting.corrected import Chains
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,21 +36,17 @@ __all__ = ["FeatureDrafting"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Chains:
-    """Where rounds of decoding can begin: the anchor is of the answer, and so is the token after it."""
+class _Rounds:
+    """Where rounds of decoding begin."""
 
-    text: Tensor  # [n]
-    base: Tensor  # [n] position of the newest true feature
-    width: int  # T
+    base: Tensor  # [n] position of the newest true feature, the one before the anchor
+    flat: Tensor  # [n] the same as a flat position
+    chains: Chains
 
     @classmethod
-    def of(cls, batch: Batch) -> _Chains:
+    def of(cls, batch: Batch, depth: int) -> _Rounds:
         text, base = batch.begins[:, 1:].nonzero(as_tuple=True)
-        return cls(text, base, batch.tokens.shape[1])
-
-    def at(self, ahead: int) -> Tensor:
-        """Flat positions so many after the bases; the text's last one where that is beyond it.  # [n]"""
-        return self.text * self.width + (self.base + ahead).clamp_max(self.width - 1)
+        return cls(base, text * batch.tokens.shape[1] + base, Chains.of(batch, text, base + 1, depth))
 
 
 class FeatureDrafting(Drafting):
@@ -79,29 +76,29 @@ class FeatureDrafting(Drafting):
     def forward(self, batch: Batch) -> Sequence[Slot]:
         """See `Drafting.forward`."""
         self._rotary.grow(batch.tokens.shape[1] + self._depth)
-        chains = _Chains.of(batch)
+        rounds = _Rounds.of(batch, self._depth)
         hidden = self.network.fuse(pick_features(self.network.needs, batch.features).to(self._like)).flatten(0, 1)
         if self.network.num_steps > 1:
-            return self._serial(batch, chains, hidden)
-        return self._recycled(batch, chains, hidden)
+            return self._serial(batch, rounds, hidden)
+        return self._recycled(batch, rounds, hidden)
 
-    def _recycled(self, batch: Batch, chains: _Chains, hidden: Tensor) -> list[Slot]:
+    def _recycled(self, batch: Batch, rounds: _Rounds, hidden: Tensor) -> list[Slot]:
         """One module along its own output.  # [B * T, H]"""
-        texts = TextRows(batch.tokens.shape[0], chains.at(0))
-        later = ChainRows(texts, chains.at(0))
+        texts = TextRows(batch.tokens.shape[0], rounds.flat)
+        later = ChainRows(texts, rounds.flat)
         pairs = Pairs(batch.tokens.roll(-1, 1).flatten(), hidden, _positions(batch))
-        rows = self.network.step(0, pairs, self._pass(pairs.positions, texts), chains.at(0))
-        slots = [self._slot(batch, chains, 1, rows)]
+        rows = self.network.step(0, pairs, self._pass(pairs.positions, texts), rounds.flat)
+        slots = [self._slot(batch, rounds.chains, 1, rows)]
         for step in range(2, self._depth + 1):
-            tokens = batch.tokens.flatten()[chains.at(step)]
-            pairs = Pairs(tokens, rows.recycled, chains.base + step - 1)
+            tokens = batch.tokens.flatten()[rounds.chains.at[step - 1]]
+            pairs = Pairs(tokens, rows.recycled, rounds.base + step - 1)
             rows = self.network.step(0, pairs, self._pass(pairs.positions, later))
-            slots.append(self._slot(batch, chains, step, rows))
+            slots.append(self._slot(batch, rounds.chains, step, rows))
         return slots
 
-    def _serial(self, batch: Batch, chains: _Chains, hidden: Tensor) -> list[Slot]:
+    def _serial(self, batch: Batch, rounds: _Rounds, hidden: Tensor) -> list[Slot]:
         """Modules with a causal chain each; all rows of one are what the next one reads.  # [B * T, H]"""
-        slots, positions, bases = [], _positions(batch), chains.at(0)
+        slots, positions, bases = [], _positions(batch), rounds.flat
         for step in range(1, self._depth + 1):
             needed = bases if step == self._depth else None
             shared = self._pass(positions, TextRows(batch.tokens.shape[0], needed))
@@ -110,7 +107,7 @@ class FeatureDrafting(Drafting):
             hidden = rows.recycled
             if needed is None:
                 rows = StepRows(rows.recycled[bases], rows.scored[bases])
-            slots.append(self._slot(batch, chains, step, rows))
+            slots.append(self._slot(batch, rounds.chains, step, rows))
         return slots
 
     def _pass(self, positions: Tensor, rows: TextRows | ChainRows) -> Pass:
@@ -118,12 +115,11 @@ class FeatureDrafting(Drafting):
         cos, sin = self._rotary.at(positions, shape.num_heads + shape.num_kv_heads, shape.num_kv_heads)
         return Pass(cos, sin, rows, rows, None, split=False)
 
-    def _slot(self, batch: Batch, chains: _Chains, step: int, rows: StepRows) -> Slot:
-        at, sure = chains.at(step), None
+    def _slot(self, batch: Batch, chains: Chains, step: int, rows: StepRows) -> Slot:
+        at, sure = chains.at[step - 1], None
         if self.confidence is not None:
             sure = self.confidence.logits(rows.scored, batch.tokens.flatten()[at])
-        known = batch.judged(chains.text, chains.base + step)
-        return Slot(self.network.score(rows.scored), at, known, rows.recycled, sure)
+        return Slot(self.network.score(rows.scored), at, chains.known[step - 1], rows.recycled, sure)
 
 
 def _positions(batch: Batch) -> Tensor:
