@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from specflow.draft.nn.weights import SeededTensors, WeightReader
+from specflow.draft.shipped import drafter_path, shipped_drafters
 from specflow.errors import CheckpointError
 from specflow.law import DraftVocabulary
 from specflow.target.load import read_json, read_tensors
@@ -152,9 +153,10 @@ def draft_vocabulary(reader: WeightReader, vocab_size: int | None, target: Targe
 
 
 def _directory(weights: str) -> Path:
-    path = Path(weights).expanduser()
+    path = drafter_path(weights)
     if not path.is_dir():
-        raise CheckpointError(f"draft.weights: {weights}", "no such directory", "a directory with model.safetensors")
+        expected = f"a directory with model.safetensors, or one of {', '.join(shipped_drafters())}"
+        raise CheckpointError(f"draft.weights: {weights}", "no such directory", expected)
     return path
 
 

@@ -7,7 +7,6 @@ has a model_type that no other loader takes for a Llama of the target's vocabula
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from specflow.draft.checkpoint import draft_vocabulary
 from specflow.draft.nn.weights import WeightReader
 from specflow.draft.onnx_lm import ModelWeights
+from specflow.draft.shipped import drafter_path
 from specflow.errors import CheckpointError
 from specflow.target.architecture import Architecture
 from specflow.target.load import read_json, read_tensors
@@ -119,7 +119,7 @@ def open_reduced(model: str, target: Target) -> NewModel | None:
     """
     from transformers import LlamaConfig
 
-    path = Path(model).expanduser()
+    path = drafter_path(model)
     if not (path / "config.json").is_file():
         return None
     found = read_json(path / "config.json")

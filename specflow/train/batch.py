@@ -107,6 +107,11 @@ class TargetLaw:
         """Over the target's vocabulary.  # [n] -> [n, V] float32"""
         return F.linear(self._hidden[at], self._head, self._bias).float().softmax(-1)
 
+    @torch.no_grad()
+    def best(self, at: Tensor) -> Tensor:
+        """The likeliest tokens, as target ids.  # [n] -> [n]"""
+        return F.linear(self._hidden[at], self._head, self._bias).argmax(-1)
+
     def drafted(self, whole: Tensor) -> Tensor:
         """What of a law over the target's vocabulary falls to the draft's tokens.  # [n, V] -> [n, Vd]"""
         return whole if self.ids is None else whole[:, self.ids]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specflow.errors import RecipeError
 from specflow.train.batch import Batch, Drafting, Slot, TargetLaw
-from specflow.train.law_table import LawTable
+from specflow.train.law_table import LAW_ROWS, LawTable, positions_of
 from specflow.train.losses.confidence import confidence
 from specflow.train.losses.cross_entropy import cross_entropy
 from specflow.train.losses.divergence import divergence, soft_cross_entropy
@@ -163,17 +163,29 @@ class _Judged:
     def _confidence(self) -> tuple[Tensor, Tensor]:
         """# [n, K] twice"""
         odds = torch.stack([_given("confidence", slot.confidence) for slot in self._slots], 1)
-        if self._law.ids is None:
+        greedy = self._options.confidence_of == "agreement"
+        if self._law.ids is None and not greedy:
             return confidence(odds, self._rows.overlap), self.known
         every = self._options.confidence_every
         shown = self.known & ((self._at + self._batch.key) % every == 0)
+        if greedy:
+            return confidence(odds, self._agreement(shown)), shown
         table = LawTable.of_whole(self._law, self._at, shown)
         overlap = [_overlap(slot.logits, table, k, shown[:, k]) for k, slot in enumerate(self._slots)]
         return confidence(odds, torch.stack(overlap, 1)), shown
 
+    @torch.no_grad()
+    def _agreement(self, shown: Tensor) -> Tensor:
+        """1 where draft and target find the same token likeliest, else 0.  # [n, K] bool -> [n, K]"""
+        positions, row_of = positions_of(self._at, shown)
+        best = torch.cat([self._law.best(each) for each in torch.split(positions, LAW_ROWS)])[row_of]
+        drafted = torch.stack([slot.logits.argmax(-1) for slot in self._slots], 1)
+        return (best == (drafted if self._law.ids is None else self._law.ids[drafted])).to(self._rows.label.dtype)
+
 
 def _needs_law(options: ObjectiveOptions) -> bool:
-    return any(name not in ("cross_entropy", "feature") for name in options.losses)
+    unasked = {"cross_entropy", "feature", *(["confidence"] if options.confidence_of == "agreement" else ())}
+    return not set(options.losses) <= unasked
 
 
 def _given(name: str, found: Tensor | None) -> Tensor:

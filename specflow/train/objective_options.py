@@ -41,6 +41,11 @@ class ObjectiveOptions(BaseModel):
         False, description="a position counts only where all before it do, and have tokens that the draft can make"
     )
     eta: float = Field(3.0, ge=0.0, description="of lk_hybrid: how fast it turns from divergence to acceptance")
+    confidence_of: Literal["overlap", "agreement"] = Field(
+        "overlap",
+        description="what a confidence head learns: overlap, the chance that a drawn token stands (DSpark); agreement, "
+        "whether the two likeliest tokens are the same, which is what stands in greedy decoding",
+    )
     confidence_every: int = Field(
         4,
         ge=1,

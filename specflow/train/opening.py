@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
@@ -31,11 +32,12 @@ __all__ = ["Beginning", "Trainee", "published_objective", "trained_part"]
 
 C = TypeVar("C", bound=BaseModel)
 
-_HALVES = (
-    ("input_layernorm.weight", "self_attn."),
-    ("post_attention_layernorm.weight", "mlp."),
-)
+_BLOCK = ("input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.", "mlp.")
 """Tensors of a decoder block that mean nothing without each other."""
+_OUT = ("o_proj.weight", "down_proj.weight")
+_LOUD = 0.1
+"""A drafter's stream begins at unit size; that of the target's last layers is ten times as large, and so is what they
+add to it."""
 _NORM = re.compile(r"(.+\.)?norm\.weight")
 _HEAD = "lm_head.weight"
 
@@ -188,7 +190,7 @@ class Beginning:
         return {"d2t": vocabulary_offsets(self.counts, size, self.loaded.codec.stop_ids)}
 
     def _copies(self, trainable: Trainable, tables: TargetTables) -> dict[str, Tensor]:
-        """Tensors of the target that the drafter can begin with: whole halves of blocks, norm and head."""
+        """What the drafter can begin with: whole blocks, norm and head of the target, and layers that let through."""
         state = trainable.state()
         files = self.loaded.files
         theirs: Mapping[str, Tensor] = {} if files is None else read_tensors(files.directory)
@@ -196,8 +198,8 @@ class Beginning:
         prefixes = sorted({name.partition("self_attn.")[0] for name in state if "self_attn." in name}, key=_natural)
         for place, prefix in enumerate(prefixes):
             layer = self.loaded.target.info.num_layers - len(prefixes) + place
-            for norm, rest in _HALVES:
-                copies |= _half(state, prefix, (norm, rest), theirs, f"model.layers.{max(layer, 0)}.")
+            copies |= _block(state, prefix, theirs, f"model.layers.{max(layer, 0)}.")
+        copies |= _passing(state)
         for name, tensor in state.items():
             if _NORM.fullmatch(name) and _fits(theirs, "model.norm.weight", tensor):
                 copies[name] = theirs["model.norm.weight"].float()
@@ -213,19 +215,30 @@ class Beginning:
         return float(self.counts[vocabulary.to_target.cpu()].sum() / self.counts.sum().clamp_min(1))
 
 
-def _half(
-    state: Mapping[str, Tensor], prefix: str, names: tuple[str, str], theirs: Mapping[str, Tensor], layer: str
-) -> dict[str, Tensor]:
-    """The target's tensors for one half of a block, if all of the drafter's have their counterpart there."""
-    norm, rest = names
+def _block(state: Mapping[str, Tensor], prefix: str, theirs: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
+    """The target's tensors for a block, if all of the drafter's have their counterpart there."""
     wanted = {
         name: f"{layer}{name.removeprefix(prefix)}"
         for name in state
-        if name.startswith(f"{prefix}{rest}") or name == f"{prefix}{norm}"
+        if name.startswith(prefix) and name.removeprefix(prefix).startswith(_BLOCK)
     }
     if not all(_fits(theirs, source, state[name]) for name, source in wanted.items()):
         return {}
-    return {name: theirs[source].float() for name, source in wanted.items()}
+    return {name: theirs[source].float() * (_LOUD if name.endswith(_OUT) else 1.0) for name, source in wanted.items()}
+
+
+def _passing(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Fusing layers that begin by letting through what is nearest to the next token: the last of several layers of the
+    target, or both of an embedding and a state.
+    """
+    copies = {}
+    for name, tensor in state.items():
+        if re.fullmatch(r"(.+\.)?fc\.weight", name) and tensor.shape[1] % tensor.shape[0] == 0:
+            parts = tensor.shape[1] // tensor.shape[0]
+            one = torch.eye(tensor.shape[0])
+            kept = (one, one) if parts == 2 else (*[torch.zeros_like(one)] * (parts - 1), one)
+            copies[name] = torch.cat(kept, 1)
+    return copies
 
 
 def _fits(theirs: Mapping[str, Tensor], name: str, tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specflow.allocator import keep_all_memory
 from specflow.draft.checkpoint import weights_identity
 from specflow.errors import DataError
 from specflow.provenance import Provenance
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from specflow.train.sequences import Text
 
 __all__ = ["Progress", "RunPlan", "Session", "TrainingRun"]
+
+log = logging.getLogger(__name__)
 
 LOG_EVERY = 10
 """Steps whose figures make up one line of the log."""
@@ -103,6 +107,9 @@ class TrainingRun:
         self.texts = Texts.read(plan.corpus, options.held_out, min(options.max_length, info.context_length), known)
         beginning = Beginning(self._section, loaded, options, self.texts.counts(info.vocab_size), plan.checkpoint)
         self._trainee = beginning.make()
+        self._objective = options.objective or published_objective(self._section, self._trainee)
+        if self._trainee.trainable.confidence is not None and "confidence" not in self._objective.losses:
+            log.warning("--objective has no loss `confidence`: the confidence head stays as it begins")
         self._order = BatchOrder([len(text) for text in self.texts.training], options.batch_tokens, options.seed)
         self.steps = options.steps or -(-self._order.in_epochs(options.epochs or 1.0) // options.accumulate)
         _check_share(options.accumulate, processes)
@@ -111,6 +118,7 @@ class TrainingRun:
             self.folder.open(self._settings(), Provenance.collect(str(info.device), [options.seed]))
         processes.wait()
         self._source = self._features()
+        keep_all_memory()
         self._drafting, self._loop = self._make_loop()
         self._positions, self._seconds = 0, 0.0  # of all sessions, measuring left out
         self._resume()
@@ -239,6 +247,7 @@ class TrainingRun:
         start = None if plan.checkpoint is None else weights_identity(str(plan.checkpoint), 0)
         return {
             "options": plan.options.model_dump(mode="json"),
+            "objective": self._objective.model_dump(mode="json"),
             "draft": draft_data(self._section, full=True),
             "target": {
                 "model": info.name,
@@ -268,8 +277,7 @@ class TrainingRun:
         drafting = drafting_for(trainable, DraftingOptions(trainee.depth, options.anchors))
         if options.dtype != "float32":
             drafting = Narrowed(drafting, getattr(torch, options.dtype))
-        chosen = options.objective or published_objective(self._section, trainee)
-        objective = Objective(drafting, trainee.tables, trainable.vocabulary, chosen)
+        objective = Objective(drafting, trainee.tables, trainable.vocabulary, self._objective)
         return drafting, Loop(objective, trainable, options, self.steps, self._processes)
 
     def _batches(self) -> list[Callable[[], Batch]]:

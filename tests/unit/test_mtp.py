@@ -67,6 +67,24 @@ def test_a_checkpoint_of_published_names_drafts_by_its_formulas(tmp_path: Path) 
     assert (scene.draft(tokens)[0] - expected).abs().max() < 1e-6  # 1 + w is a float32 sum
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["borrowed", "own"])
+def test_a_reduced_vocabulary_drafts_its_columns_of_the_whole(tmp_path: Path, own: bool) -> None:
+    """FastMTP's compressed vocabulary: the same network, fewer rows of the head."""
+    found, ids = tensors(TARGET), torch.tensor([0, 3, 4, 9, 20])
+    whole = stage(MTPConfig(weights=saved(tmp_path, found)), [0])
+    whole.commit([9])
+    rows = (
+        {"lm_head.weight": TARGET.score(torch.eye(TARGET.info.hidden_size).double()[None])[0].t()[ids]} if own else {}
+    )
+    small = tmp_path / "small"
+    small.mkdir()
+    weights = saved(small, {**found, **rows, "d2t": ids - torch.arange(5)})
+    scene = stage(MTPConfig(weights=weights, draft_vocab_size=5, own_head=own), [0])
+    scene.commit([9])
+    tokens = TEXT[1:2, :3]
+    assert torch.allclose(scene.draft(tokens), whole.draft(tokens)[..., ids], atol=1e-9)
+
+
 @pytest.mark.parametrize("change", ["extra", "missing"])
 def test_a_checkpoint_of_other_tensors_is_refused(tmp_path: Path, change: str) -> None:
     found = tensors(TARGET)

@@ -157,6 +157,33 @@ def test_losses_equal_loops(options: ObjectiveOptions, vocabulary: DraftVocabula
 
 
 @pytest.mark.parametrize("vocabulary", [None, REDUCED], ids=["whole", "reduced"])
+def test_confidence_for_greedy_decoding_learns_agreement(vocabulary: DraftVocabulary | None) -> None:
+    """The target's likeliest token counts wherever it is, in the draft's vocabulary or not."""
+    ids = torch.arange(V) if vocabulary is None else vocabulary.to_target
+    slots, batch, tables = make_slots(len(ids)), make_batch(), Tables()
+    laws = batch.hidden.flatten(0, 1) @ tables.head.t() + tables.head_bias
+    told = laws[slots[0].at.clamp_max(len(laws) - 1)][:, ids]
+    slots[0] = replace(slots[0], logits=told)  # agrees wherever the target's choice can be drafted
+    options = ObjectiveOptions(
+        losses={"cross_entropy": 1.0, "confidence": 1.0}, confidence_of="agreement", confidence_every=1
+    )
+    loss, _ = run(slots, options, vocabulary)
+    losses, seen = [], set()
+    for slot in slots:
+        for chain in range(N):
+            if slot.known[chain]:
+                best = int(laws[slot.at[chain]].argmax())
+                stands = best == int(ids[slot.logits[chain].argmax()])
+                seen.add((stands, best in ids))
+                sure = cast(Tensor, slot.confidence)[chain].double().sigmoid()
+                losses.append(-float(sure.log() if stands else (1 - sure).log()))
+    assert {stands for stands, _ in seen} == {True, False}
+    assert vocabulary is None or (False, False) in seen
+    found = float(loss.terms["confidence"] / loss.weight)
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [None, REDUCED], ids=["whole", "reduced"])
 @pytest.mark.parametrize("decay", ["exponential", "dpace"])
 def test_what_is_not_known_contributes_nothing(decay: Any, vocabulary: DraftVocabulary | None) -> None:
     options = ObjectiveOptions(losses=ALL, decay=decay, rate=0.5, confidence_every=1)

@@ -2,8 +2,8 @@
 
 The modules of different families are alike in tensors and differ in what is normed when; a wrong choice drafts without
 error and is hardly ever accepted, so every choice is an option. Weights are named as in Qwen3-Next: `mtp.fc`,
-`mtp.pre_fc_norm_{hidden,embedding}`, `mtp.layers.0.*`, `mtp.norm`; of several modules `mtp.{j}.fc` and so on. Embedding
-and head are the target's.
+`mtp.pre_fc_norm_{hidden,embedding}`, `mtp.layers.0.*`, `mtp.norm`; of several modules `mtp.{j}.fc` and so on. The
+embedding is the target's, and so is the head, unless the checkpoint has an `lm_head` (and `d2t`).
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ class MTPConfig(FeatureOptions):
         "post_norm", description="a module's output as the next one reads it: before or after its final norm"
     )
     zero_first: bool = Field(False, description="the embedding at position 0 is zero")
+    draft_vocab_size: int | None = Field(
+        None, ge=1, description="size of a reduced draft vocabulary (FastMTP); none: the target's"
+    )
+    own_head: bool | None = Field(
+        None,
+        description="a head of its own; false: the target's, its rows of the draft vocabulary; none: where the "
+        "checkpoint has one or the vocabulary is reduced",
+    )
 
     @model_validator(mode="after")
     def _one_module_to_unroll(self) -> MTPConfig:
@@ -61,16 +69,21 @@ class MTPConfig(FeatureOptions):
 def read_network(config: MTPConfig, reader: WeightReader, target: Target) -> NetworkParts:
     """The modules from their tensors."""
     from specflow.draft.base import Needs
+    from specflow.draft.borrowed import draft_head
+    from specflow.draft.checkpoint import draft_vocabulary
     from specflow.draft.nn.feature_step import NetworkParts
 
     shape = config.shape_for(target.info.shape)
     several = config.num_modules > 1
     prefixes = [f"mtp.{index}" for index in range(config.num_modules)] if several else ["mtp"]
     steps = [_read_step(config, reader, shape, prefix) for prefix in prefixes]
+    vocabulary = draft_vocabulary(reader, config.draft_vocab_size, target)
     return NetworkParts(
         steps=steps * (config.unrolled or 1),
         shape=shape,
         needs=Needs(hidden_pre=config.hidden == "pre_norm", hidden_post=config.hidden == "post_norm"),
+        head=draft_head(reader, config.own_head, vocabulary, target, shape.hidden_size),
+        vocabulary=vocabulary,
     )
 
 

@@ -8,17 +8,18 @@ from torch import Tensor
 __all__ = ["confidence"]
 
 
-def confidence(odds: Tensor, overlap: Tensor) -> Tensor:
+def confidence(odds: Tensor, stands: Tensor) -> Tensor:
     """Binary cross entropy against c* = 1 - 1/2 ||q - p||_1: DSpark (2607.05147, section 3.3, L_conf).
 
     c* is sum_v min(p, q) of the laws over the target's whole vocabulary, where a reduced draft has q = 0: a token that
-    the draft lacks is a token refused. No gradient passes through it.
+    the draft lacks is a token refused. For greedy decoding it is 1 where both choose the same token, else 0. No
+    gradient passes through it.
 
     Args:
         odds: Log-odds of the head.  # [n]
-        overlap: c*.  # [n]
+        stands: c*.  # [n]
 
     Returns:
         # [n]
     """
-    return F.binary_cross_entropy_with_logits(odds, overlap.detach().clamp(0.0, 1.0).to(odds.dtype), reduction="none")
+    return F.binary_cross_entropy_with_logits(odds, stands.detach().clamp(0.0, 1.0).to(odds.dtype), reduction="none")

@@ -1,0 +1,126 @@
+"""Measure what the shipped drafters accept, and put the figures into drafters/README.md and the README.
+
+    python benchmarks/drafters.py                       measure what is missing, then publish (hours on 2 cores)
+    python benchmarks/drafters.py --drafter eagle3      only this one; may be repeated
+    python benchmarks/drafters.py --publish-only        rewrite the tables from docs/figures/drafters
+
+Every drafter decodes the first prompts of every evaluation set with chains of its k, in float32 torch: greedily, and at
+temperature 0.7 under the block and the rejection rule. One file a drafter, setting and set; what is there is not
+measured again. Acceptance does not depend on the batch, so many requests are decoded together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from drafter_tables import publish
+
+from specflow.bench.data import load_prompts
+from specflow.build import LoadedTarget, build_engine, load_target
+from specflow.files import write_json_atomic
+from specflow.measure import merge_counts, metrics
+from specflow.provenance import Provenance
+from specflow.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+DRAFTERS = ROOT / "drafters" / "smollm2-135m"
+FIGURES = ROOT / "docs" / "figures" / "drafters"
+SETS = ("smoke", "mt_bench", "humaneval", "gsm8k")
+SETTINGS = {
+    "greedy": ["sampling.temperature=0", "verify.rule=block"],
+    "block": ["sampling.temperature=0.7", "verify.rule=block"],
+    "rejection": ["sampling.temperature=0.7", "verify.rule=rejection"],
+}
+COMMON = ["target.runtime=torch", "target.dtype=float32", "length.policy=fixed", "runtime.batch=16"]
+
+
+def drafters() -> list[str]:
+    """Names of the shipped ones."""
+    return sorted(path.parent.name for path in DRAFTERS.glob("*/recipe.yaml"))
+
+
+def recipe_of(name: str, setting: str, tokens: int) -> Recipe:
+    """A drafter's recipe with chains of fixed length."""
+    file = str(DRAFTERS / name / "recipe.yaml")
+    changes = [*COMMON, *SETTINGS[setting], f"sampling.max_new_tokens={tokens}"]
+    draft = load_recipe(file).draft
+    if "shape" in type(draft).model_fields:
+        changes.append("draft.shape=chain")
+    return load_recipe(file, changes)
+
+
+def wanted(names: Sequence[str], settings: Sequence[str], sets: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """What is not measured yet: greedy figures of all drafters first."""
+    for setting in settings:
+        for name in names:
+            for each in sets:
+                if not (FIGURES / name / f"{setting}-{each}.json").exists():
+                    yield name, setting, each
+
+
+def measure(recipe: Recipe, loaded: LoadedTarget, data: Path, limit: int) -> dict[str, Any]:
+    """Decode the first prompts of a set."""
+    rows, _ = load_prompts([data], limit)
+    engine = build_engine(recipe, loaded)
+    prompts = [engine.codec.encode_chat(row.messages(0, [])) for row in rows]
+    seeded = [recipe.sampling.model_copy(update={"seed": number}) for number in range(len(prompts))]
+    began = perf_counter()
+    made = engine.generate(prompts, seeded)
+    found = metrics(merge_counts(each.counts for each in made))
+    return {"prompts": len(prompts), "seconds": round(perf_counter() - began, 1), **found}
+
+
+def measure_cost(name: str) -> None:
+    """What a draft costs beside a plain pass, by `specflow profile`."""
+    file = FIGURES / name / "cost.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        recipe = DRAFTERS / name / "recipe.yaml"
+        command = [sys.executable, "-m", "specflow", "profile", str(recipe), "--contexts", "256", "--batches", "1"]
+        changes = [word for change in COMMON[:2] for word in ("--set", change)]
+        subprocess.run([*command, "--rows", "1,2,4,8", *changes, "-o", str(file)], check=True, cwd=ROOT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="directory of evaluation sets, each with a dev.jsonl")
+    parser.add_argument("--drafter", action="append", help="only this one; may be repeated")
+    parser.add_argument("--setting", action="append", choices=SETTINGS, help="only this one; may be repeated")
+    parser.add_argument("--set", action="append", choices=SETS, dest="sets", help="only this one; may be repeated")
+    parser.add_argument("--limit", type=int, default=64, help="prompts of each set")
+    parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--publish-only", action="store_true", help="do not measure")
+    options = parser.parse_args()
+    if not options.publish_only:
+        if options.data is None:
+            parser.error("--data DIR, or --publish-only")
+        names, settings = options.drafter or drafters(), options.setting or list(SETTINGS)
+        loaded = load_target(load_recipe("vanilla", COMMON[:2]).target)
+        for name, setting, each in wanted(names, settings, options.sets or SETS):
+            data = options.data / each / "dev.jsonl"
+            recipe = recipe_of(name, setting, options.tokens)
+            found = measure(recipe, loaded, data, options.limit)
+            provenance = Provenance.collect(str(loaded.target.info.device), [0], [data])
+            facts = {"drafter": name, "setting": setting, "set": each, "limit": options.limit}
+            facts |= {"tokens": options.tokens, **found}
+            file = FIGURES / name / f"{setting}-{each}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json_atomic(file, {**facts, "provenance": asdict(provenance)})
+            print(
+                f"{name} {setting} {each}: length {found['mean_acceptance_length']:.3f}, {found['seconds']} s",
+                flush=True,
+            )
+        for name in names:
+            measure_cost(name)
+    publish(DRAFTERS, FIGURES, ROOT / "README.md")
+
+
+if __name__ == "__main__":
+    main()
