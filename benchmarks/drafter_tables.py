@@ -21,7 +21,7 @@ _HEAD = """# Drafters for smollm2-135m
 
 Trained with `specflow train` on the target's own answers to `train_prompts`, never on an evaluation set, and named in
 recipes as `weights: smollm2-135m/NAME` (a whole model as `model: smollm2-135m/NAME`). Every folder holds the weights in
-float16, config.json, recipe.yaml, training.json (options, data, versions), log.jsonl and curve.svg.
+float16, config.json, training.json (options, data, versions), log.jsonl and curve.svg.
 
 This page is written by `make bench-drafters` from docs/figures/drafters and the folders' own files.
 """
@@ -49,7 +49,9 @@ class Drafter:
 
     def of(self, setting: str) -> list[dict[str, Any]]:
         """Its measurements in one setting, a set each."""
-        return [found for name, found in self.found.items() if name.startswith(f"{setting}-")]
+        return [
+            found for name, found in self.found.items() if name.startswith(f"{setting}-") and name != "greedy-fixed"
+        ]
 
     def length(self, setting: str) -> float | None:
         """Acceptance length over all sets: tokens of rounds over rounds."""
@@ -173,7 +175,9 @@ def _origin(drafters: Sequence[Drafter]) -> Iterator[str]:
 
 def publish(drafters_dir: Path, figures: Path, readme: Path) -> None:
     """Write drafters/README.md, and the table between the README's markers."""
-    drafters = [Drafter(path.parent, figures / path.parent.name) for path in sorted(drafters_dir.glob("*/recipe.yaml"))]
+    drafters = [
+        Drafter(path.parent, figures / path.parent.name) for path in sorted(drafters_dir.glob("*/model.safetensors"))
+    ]
     accepted = accepted_table(drafters)
     parts = [
         _HEAD,

@@ -1,8 +1,9 @@
 """Measure what the shipped drafters accept, and put the figures into drafters/README.md and the README.
 
-    python benchmarks/drafters.py                       measure what is missing, then publish (hours on 2 cores)
-    python benchmarks/drafters.py --drafter eagle3      only this one; may be repeated
-    python benchmarks/drafters.py --publish-only        rewrite the tables from docs/figures/drafters
+    python benchmarks/drafters.py --data DIR                    measure what is missing, then publish (hours on 2 cores)
+    python benchmarks/drafters.py --data DIR --drafter eagle3   only this one; may be repeated
+    python benchmarks/drafters.py --publish-only                rewrite the tables from docs/figures/drafters
+    python benchmarks/drafters.py --ship RUN NAME               take a finished run of `specflow train` as drafter NAME
 
 Every drafter decodes the first prompts of every evaluation set with chains of its k, in float32 torch: greedily, and at
 temperature 0.7 under the block and the rejection rule. One file a drafter, setting and set; what is there is not
@@ -12,6 +13,8 @@ measured again. Acceptance does not depend on the batch, so many requests are de
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,22 +41,38 @@ SETTINGS = {
     "block": ["sampling.temperature=0.7", "verify.rule=block"],
     "rejection": ["sampling.temperature=0.7", "verify.rule=rejection"],
 }
+FIXED = (8, 32)
+"""Prompts and tokens of an answer that tests decode again."""
 COMMON = ["target.runtime=torch", "target.dtype=float32", "length.policy=fixed", "runtime.batch=16"]
 
 
 def drafters() -> list[str]:
-    """Names of the shipped ones."""
-    return sorted(path.parent.name for path in DRAFTERS.glob("*/recipe.yaml"))
+    """Names of the shipped ones; each has a recipe of its name."""
+    return sorted(path.parent.name for path in DRAFTERS.glob("*/model.safetensors"))
+
+
+def ship(run: Path, name: str) -> None:
+    """Take what a training run made: weights, options, log and curve, without the folders it was made in."""
+    target = DRAFTERS / name
+    target.mkdir(parents=True, exist_ok=True)
+    for file in run.iterdir():
+        if file.is_file() and file.name not in ("recipe.yaml", "training.json"):
+            shutil.copyfile(file, target / file.name)
+    training = json.loads((run / "training.json").read_text())
+    for session in training["sessions"]:
+        session["argv"] = [Path(word).name if word.startswith(("/", ".")) else word for word in session["argv"]]
+    write_json_atomic(target / "training.json", training)
+    for stale in (FIGURES / name).glob("*.json"):  # of the weights that were there before
+        stale.unlink()
 
 
 def recipe_of(name: str, setting: str, tokens: int) -> Recipe:
     """A drafter's recipe with chains of fixed length."""
-    file = str(DRAFTERS / name / "recipe.yaml")
     changes = [*COMMON, *SETTINGS[setting], f"sampling.max_new_tokens={tokens}"]
-    draft = load_recipe(file).draft
+    draft = load_recipe(name).draft
     if "shape" in type(draft).model_fields:
         changes.append("draft.shape=chain")
-    return load_recipe(file, changes)
+    return load_recipe(name, changes)
 
 
 def wanted(names: Sequence[str], settings: Sequence[str], sets: Sequence[str]) -> Iterator[tuple[str, str, str]]:
@@ -82,10 +101,37 @@ def measure_cost(name: str) -> None:
     file = FIGURES / name / "cost.json"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        recipe = DRAFTERS / name / "recipe.yaml"
-        command = [sys.executable, "-m", "specflow", "profile", str(recipe), "--contexts", "256", "--batches", "1"]
+        command = [sys.executable, "-m", "specflow", "profile", name, "--contexts", "256", "--batches", "1"]
         changes = [word for change in COMMON[:2] for word in ("--set", change)]
         subprocess.run([*command, "--rows", "1,2,4,8", *changes, "-o", str(file)], check=True, cwd=ROOT)
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Whatever is asked for and not there; a file as soon as a set is done."""
+    names, settings = options.drafter or drafters(), options.setting or list(SETTINGS)
+    loaded = load_target(load_recipe("vanilla", COMMON[:2]).target)
+    for name in names:
+        keep(loaded, (name, "greedy", "fixed"), ROOT / "benchmarks" / "open.jsonl", FIXED)
+    for wanted_one in wanted(names, settings, options.sets or SETS):
+        keep(loaded, wanted_one, options.data / wanted_one[2] / "dev.jsonl", (options.limit, options.tokens))
+    for name in names:
+        measure_cost(name)
+
+
+def keep(loaded: LoadedTarget, what: tuple[str, str, str], data: Path, sizes: tuple[int, int]) -> None:
+    """Measure a drafter in a setting on the first prompts of a set, unless that is done."""
+    (name, setting, each), (limit, tokens) = what, sizes
+    file = FIGURES / name / f"{setting}-{each}.json"
+    if file.exists():
+        return
+    found = measure(recipe_of(name, setting, tokens), loaded, data, limit)
+    provenance = asdict(Provenance.collect(str(loaded.target.info.device), [0], [data]))
+    provenance["argv"] = [Path(word).name for word in provenance["argv"]]
+    provenance["files"] = {Path(path).name: digest for path, digest in provenance["files"].items()}
+    facts = {"drafter": name, "setting": setting, "set": each, "limit": limit, "tokens": tokens, **found}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(file, {**facts, "provenance": provenance})
+    print(f"{name} {setting} {each}: length {found['mean_acceptance_length']:.3f}, {found['seconds']} s", flush=True)
 
 
 def main() -> None:
@@ -96,29 +142,15 @@ def main() -> None:
     parser.add_argument("--set", action="append", choices=SETS, dest="sets", help="only this one; may be repeated")
     parser.add_argument("--limit", type=int, default=64, help="prompts of each set")
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--ship", nargs=2, metavar=("RUN", "NAME"), help="take a training run's drafter")
     parser.add_argument("--publish-only", action="store_true", help="do not measure")
     options = parser.parse_args()
-    if not options.publish_only:
+    if options.ship:
+        ship(Path(options.ship[0]), options.ship[1])
+    elif not options.publish_only:
         if options.data is None:
             parser.error("--data DIR, or --publish-only")
-        names, settings = options.drafter or drafters(), options.setting or list(SETTINGS)
-        loaded = load_target(load_recipe("vanilla", COMMON[:2]).target)
-        for name, setting, each in wanted(names, settings, options.sets or SETS):
-            data = options.data / each / "dev.jsonl"
-            recipe = recipe_of(name, setting, options.tokens)
-            found = measure(recipe, loaded, data, options.limit)
-            provenance = Provenance.collect(str(loaded.target.info.device), [0], [data])
-            facts = {"drafter": name, "setting": setting, "set": each, "limit": options.limit}
-            facts |= {"tokens": options.tokens, **found}
-            file = FIGURES / name / f"{setting}-{each}.json"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(file, {**facts, "provenance": asdict(provenance)})
-            print(
-                f"{name} {setting} {each}: length {found['mean_acceptance_length']:.3f}, {found['seconds']} s",
-                flush=True,
-            )
-        for name in names:
-            measure_cost(name)
+        measure_all(options)
     publish(DRAFTERS, FIGURES, ROOT / "README.md")
 
 

@@ -10,6 +10,7 @@ import torch
 
 from specflow.allocator import keep_freed_memory, return_freed_memory
 from specflow.cost import find_profile
+from specflow.cost_table import carried_costs
 from specflow.device import find_device
 from specflow.draft.base import SourceContext
 from specflow.draft.combine import FirstOf, Merge, Part
@@ -161,8 +162,11 @@ class _Priced(Protocol):
 
 
 def _price(length: LengthPolicy, recipe: Recipe, loaded: LoadedTarget) -> None:
-    """Give a policy that weighs costs what was measured on this machine, if anything was."""
-    if isinstance(length, _Priced) and (costs := find_profile(recipe, loaded)) is not None:
+    """Give a policy that weighs costs what was measured on this machine: the recipe's own table, else a profile."""
+    if not isinstance(length, _Priced):
+        return
+    costs = carried_costs(recipe, loaded) or find_profile(recipe, loaded)
+    if costs is not None:
         length.use(costs)
 
 

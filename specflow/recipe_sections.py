@@ -24,6 +24,7 @@ from specflow.rules import RULE_INFOS, RuleInfo
 
 __all__ = [
     "Choice",
+    "CostsSection",
     "LengthSection",
     "RuntimeSection",
     "Section",
@@ -165,12 +166,30 @@ def plain_length() -> LengthSection:
     return length_sections()["fixed"].model_validate({})
 
 
+class CostsSection(Section):
+    """Measured seconds of rounds, and where they were measured; `specflow tune` writes it.
+
+    A line of a table: size (rows of a pass, or deepest draft position), batch, context, seconds (median, p25, p75),
+    repeats.
+    """
+
+    target: Mapping[str, str] = Field(description="name, dtype, device and runtime of the target")
+    draft: str | None = Field(None, description="digest of the draft section without any k")
+    machine: Mapping[str, str | int | None] = Field(description="facts that decide speed")
+    passes: tuple[str, ...] = Field(description="target passes over chains, by rows")
+    drafts: tuple[str, ...] = Field((), description="drafts, by deepest position")
+    own_blocks: tuple[str, ...] = Field((), description="passes over the drafter's own blocks, where they branch")
+    overhead: tuple[str, ...] = Field((), description="what rounds spend outside drafts and passes")
+    nodes: Mapping[str, int] = Field(default_factory=dict, description="deepest position -> nodes of a block")
+
+
 class RuntimeSection(Section):
     """How requests share the machine."""
 
     batch: int = Field(1, ge=1, description="requests decoded together")
     context: int | None = Field(None, ge=2, description="most positions of a request; null is the model's own limit")
     prefill_chunk: int = Field(512, ge=1, description="prompt tokens scored in one pass")
+    costs: CostsSection | None = Field(None, description="measured costs for length policies that weigh them")
 
 
 class TuneRange(Section):

@@ -209,6 +209,7 @@ class BlockShape:
     head_width: int  # Dh
     eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, float | str | bool], ...] | None = None  # by name; None: unscaled positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,25 @@ import typer
 
 from specflow.cli import (
     bench,
+    convert,
     corpus,
     demo,
     doctor,
     export,
     features,
+    import_recipe,
+    inspect,
     models,
     profile,
     recipes,
     run,
     schema,
     search,
+    selftest,
     show,
     train,
     validate,
+    verbs,
 )
 
 __all__ = ["app"]
@@ -56,6 +61,10 @@ app.command("search")(search.search)
 app.command("corpus")(corpus.corpus)
 app.command("features")(features.features)
 app.command("train")(train.train)
+app.command("convert")(convert.convert)
+app.command("import")(import_recipe.import_recipe)
+app.command("inspect")(inspect.inspect)
+app.command("selftest")(selftest.selftest)
 app.command("show")(show.show)
 app.command("validate")(validate.validate)
 app.command("schema")(schema.schema)
@@ -63,3 +72,4 @@ app.command("recipes")(recipes.recipes)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(export.app, name="export")
+verbs.add_verbs(app)

@@ -1,4 +1,4 @@
-"""`specflow export`: what runs without SpecFlow. `onnx` writes graphs and proves them."""
+"""`specflow export`: what runs without SpecFlow. `onnx` writes graphs and proves them; `export_engine` has `engine`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specflow.cli.export_engine import export_engine
 from specflow.cli.progress import working
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ app = typer.Typer(help="Write what a recipe is made of for use elsewhere.", no_a
 
 WHAT = ("drafter", "target")
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+
+app.command("engine")(export_engine)
 
 
 @app.callback()

@@ -1,4 +1,7 @@
-"""Opens a drafter's directory: model.safetensors with its tensors, config.json with the source's own options."""
+"""Opens a drafter's directory: model.safetensors with its tensors, config.json with the source's own options.
+
+A checkpoint in another published layout is put into these words by `specflow.checkpoint` first.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from pydantic import BaseModel, ValidationError
 
+from specflow.checkpoint.detection import is_published
+from specflow.checkpoint.files import checkpoint_directory, weight_pickles
+from specflow.checkpoint.fitting import fitted
+from specflow.checkpoint.layout import detect, read
 from specflow.draft.nn.weights import SeededTensors, WeightReader
 from specflow.draft.shipped import drafter_path, shipped_drafters
-from specflow.errors import CheckpointError
+from specflow.errors import CheckpointError, ModelError
 from specflow.law import DraftVocabulary
+from specflow.sealed import content_hash
 from specflow.target.load import read_json, read_tensors
 from specflow.target.store import checkpoint_hash
 
@@ -23,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["draft_vocabulary", "open_weights", "read_options", "trained_reader", "weights_identity"]
 
 log = logging.getLogger(__name__)
+
+_READER = 1
+"""Counts the ways in which published tensors have been read: a new one makes other weights of the same file."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -36,20 +47,22 @@ def open_weights(
     """A reader of a drafter's tensors, in the dtype and on the device of the target.
 
     Args:
-        weights: Directory with model.safetensors; None makes random tensors.
+        weights: Directory or hub id of a checkpoint; None makes random tensors.
         seed: Of the random ones.
         target: The model the drafter is for.
         offset_norms: The checkpoint holds the gains of norms less 1.
         packed: As in `WeightReader`; false for layers that will be written as graphs.
 
     Raises:
-        CheckpointError: There is no such directory, or it holds no whole weight file.
+        CheckpointError: There is no such directory, it holds no whole weight file, or it was made for another target.
+        ModelError: The hub could not deliver it.
     """
     like = torch.empty(0, dtype=target.info.dtype, device=target.info.device)
     if weights is None:
         log.warning("no draft.weights: the drafter is random and accepts almost nothing; the text is exact")
         return WeightReader(SeededTensors(seed), f"random weights, seed {seed}", like, packed)
-    tensors = read_tensors(_directory(weights))
+    directory = _directory(weights)
+    tensors = fitted(read(directory), target.info) if is_published(directory) else read_tensors(directory)
     return WeightReader(_WholeNorms(tensors) if offset_norms else tensors, weights, like, packed)
 
 
@@ -66,7 +79,14 @@ def weights_identity(weights: str | None, seed: int) -> str:
         CheckpointError: There is no such directory.
         ModelError: A file in it cannot be read.
     """
-    return f"seed {seed}" if weights is None else checkpoint_hash(_directory(weights))
+    if weights is None:
+        return f"seed {seed}"
+    directory = _directory(weights)
+    if not is_published(directory):
+        return checkpoint_hash(directory)
+    pickles = weight_pickles(directory)
+    content = content_hash([directory / "config.json", *pickles]) if pickles else checkpoint_hash(directory)
+    return f"published, reader {_READER}: {content}"
 
 
 class _WholeNorms(Mapping[str, torch.Tensor]):
@@ -99,14 +119,38 @@ def read_options(config: M, weights: str | None) -> M:
     Raises:
         CheckpointError: config.json cannot be read, has a key that is no option, or contradicts the recipe.
     """
-    if weights is None or not (_directory(weights) / "config.json").is_file():
+    if weights is None:
         return config
-    path = _directory(weights) / "config.json"
+    path = (directory := _directory(weights)) / "config.json"
+    if is_published(directory):
+        return _agreed(config, _published_options(config, directory), path)
+    if not path.is_file():
+        return config
     found = read_json(path)
     known = [name for name in type(config).model_fields if name not in _OF_THE_RECIPE]
     unknown = sorted(set(found) - set(known))
     if unknown:
         raise CheckpointError(str(path), f"unknown key {unknown[0]!r}", f"options of the source: {', '.join(known)}")
+    return _agreed(config, found, path)
+
+
+def _published_options(config: BaseModel, directory: Path) -> dict[str, Any]:
+    """What a checkpoint in a published layout says; how its weights are read is what the recipe says, if it does."""
+    layout = detect(directory)
+    for note in layout.notes:
+        log.info("%s: %s", directory, note)
+    if not set(layout.options) <= set(type(config).model_fields):
+        found = f"weights of source {layout.source} ({layout.name})"
+        raise CheckpointError(str(directory), found, "the recipe's source", f"set draft.method: {layout.method}")
+    explicit = {name for name in config.model_fields_set if getattr(config, name) is not None}
+    for name, meaning in layout.asks.items():
+        if name not in explicit:
+            raise CheckpointError(str(directory), f"its config.json does not say {meaning}", "one", f"set draft.{name}")
+    return {name: value for name, value in layout.options.items() if not (name in layout.readings and name in explicit)}
+
+
+def _agreed(config: M, found: Mapping[str, Any], path: Path) -> M:
+    """The options of a recipe and of its checkpoint together, which must not contradict each other."""
     explicit = {name: value for name in config.model_fields_set if (value := getattr(config, name)) is not None}
     ours, theirs = _validated(config, {**found, **explicit}, path), _validated(config, {**explicit, **found}, path)
     for name in sorted(set(found) & set(explicit)):
@@ -154,10 +198,13 @@ def draft_vocabulary(reader: WeightReader, vocab_size: int | None, target: Targe
 
 def _directory(weights: str) -> Path:
     path = drafter_path(weights)
-    if not path.is_dir():
-        expected = f"a directory with model.safetensors, or one of {', '.join(shipped_drafters())}"
-        raise CheckpointError(f"draft.weights: {weights}", "no such directory", expected)
-    return path
+    if path.is_dir():
+        return path
+    try:
+        return checkpoint_directory(weights)
+    except (CheckpointError, ModelError) as error:
+        expected = f"a directory, a hub id, or one of {', '.join(shipped_drafters())}"
+        raise CheckpointError(f"draft.weights: {weights}", error.found, expected, error.hint) from error
 
 
 def _validated(config: M, values: Mapping[str, Any], path: Path) -> M:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specflow.draft.borrowed import borrowed_head, borrowed_rows
+from specflow.draft.nn.medusa import Projection
 from specflow.draft.onnx_loop import Emitted
 from specflow.draft.onnx_parallel import Trial, write_marginals
 from specflow.draft.parallel import Marginals
@@ -107,11 +108,14 @@ class HeadGraphs:
         rows = []
         for k, blocks in enumerate(self.heads.blocks):
             row = hidden
-            layers: Sequence[ResidualBlock] = blocks  # type: ignore[assignment]
+            layers: Sequence[ResidualBlock | Projection] = blocks  # type: ignore[assignment]
             for j, block in enumerate(layers):
                 with writer.scope(f"heads.{k}.{j}"):
                     made = linear(writer, row, block.linear, "linear")
-                    row = writer.op("Add", row, writer.op("Mul", made, writer.op("Sigmoid", made)))
+                    if isinstance(block, Projection):
+                        row = made
+                    else:
+                        row = writer.op("Add", row, writer.op("Mul", made, writer.op("Sigmoid", made)))
             rows.append(row)
         return _stack(writer, rows), rows
 

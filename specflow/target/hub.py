@@ -17,6 +17,7 @@ __all__ = ["HubModel", "cached_hub_models", "fetch_snapshot"]
 _WANTED = ["*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*", "adapter_*"]
 """Files of other formats, and second copies of the weights."""
+_PICKLES = ["*.bin", "*.pt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,12 @@ class HubModel:
     size: int  # bytes
 
 
-def fetch_snapshot(name: str, revision: str | None, with_code: bool = False) -> Path:
+def fetch_snapshot(name: str, revision: str | None, with_code: bool = False, pickles: bool = False) -> Path:
     """The directory of a hub model, downloaded if it is not cached.
 
     Args:
         with_code: Fetch Python files too; whoever loads the model may then run them.
+        pickles: Fetch pickled weights where there are no safetensors; whoever reads them must run nothing in them.
 
     Raises:
         ModelError: It does not exist, is not accessible, or cannot be reached.
@@ -45,7 +47,11 @@ def fetch_snapshot(name: str, revision: str | None, with_code: bool = False) -> 
         disable_progress_bars()
     wanted = [*_WANTED, "*.py"] if with_code else _WANTED
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+        if pickles and not any(path.glob("*.safetensors")):
+            files = [*wanted, *_PICKLES]
+            path = Path(snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=_UNWANTED))
+        return path
     except Exception as error:
         # The client raises its own, its HTTP library's and the system's errors; all of them mean "no model".
         raise _explain(name, revision, error) from error

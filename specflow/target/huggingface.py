@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-__all__ = ["HuggingFaceTarget", "load_huggingface"]
+__all__ = ["HuggingFaceTarget", "block_shape", "load_huggingface"]
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class HuggingFaceTarget:
             device=options.device,
             runtime="transformers",
             exactness="tie-exact",
-            shape=_block_shape(config),
+            shape=block_shape(config),
         )
         self._compare_with_plain()
 
@@ -306,7 +306,8 @@ def _read_signature(model: PreTrainedModel) -> tuple[str, bool]:
     return cache_name, "logits_to_keep" in names
 
 
-def _block_shape(config: PretrainedConfig) -> BlockShape:
+def block_shape(config: PretrainedConfig) -> BlockShape:
+    """Sizes of a model's decoder blocks, as far as its configuration names them."""
     heads: int = config.num_attention_heads
     parameters = getattr(config, "rope_parameters", None) or {}
     return BlockShape(

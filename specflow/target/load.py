@@ -231,7 +231,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(str(path), f"cannot be read ({error})", "a JSON object") from error
     if not isinstance(value, dict):
         raise CheckpointError(str(path), f"a {type(value).__name__}", "a JSON object")

@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from specflow.checkpoint.layout import read
 from specflow.draft.base import SourceContext
 from specflow.draft.borrowed import TargetTables
 from specflow.draft.checkpoint import read_options
@@ -35,9 +36,9 @@ C = TypeVar("C", bound=BaseModel)
 _BLOCK = ("input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.", "mlp.")
 """Tensors of a decoder block that mean nothing without each other."""
 _OUT = ("o_proj.weight", "down_proj.weight")
-_LOUD = 0.1
-"""A drafter's stream begins at unit size; that of the target's last layers is ten times as large, and so is what they
-add to it."""
+_LOUD = 0.03
+"""A drafter's stream begins at unit size; that of the target's last layers is thirty times as large, and so is what
+they add to it."""
 _NORM = re.compile(r"(.+\.)?norm\.weight")
 _HEAD = "lm_head.weight"
 
@@ -127,7 +128,7 @@ class Beginning:
         else:
             options = self._sized(self._new())
             given = self._map_of(options)
-            if self.options.start == "target":
+            if self.options.start != "random":
                 given |= self._copies(self._build(options, given, tables), tables)
         trainable = self._build(options, given, tables)
         return Trainee(trainable, tables, self.depth, self._coverage(trainable))
@@ -142,11 +143,13 @@ class Beginning:
 
     def _opened(self, checkpoint: Path) -> tuple[BaseModel, dict[str, Tensor]]:
         """Options and tensors of a checkpoint."""
-        options, given = self.section.options, dict(read_tensors(checkpoint))
+        options = self.section.options
         if "weights" in type(options).model_fields:
-            options = read_options(options, str(checkpoint))
-        elif "d2t" in given:  # a whole model: config.json is its own
-            options = _with(options, draft_vocab_size=len(given["d2t"]))
+            options, given = read_options(options, str(checkpoint)), dict(read(checkpoint).tensors)
+        else:
+            given = dict(read_tensors(checkpoint))
+            if "d2t" in given:  # a whole model: config.json is its own
+                options = _with(options, draft_vocab_size=len(given["d2t"]))
         if getattr(options, "offset_norms", False):
             found = "gains that are stored as their distance from 1"
             raise GraphError("--from", f"{checkpoint} has {found}", "gains as they are", "train from other weights")
@@ -200,6 +203,8 @@ class Beginning:
             layer = self.loaded.target.info.num_layers - len(prefixes) + place
             copies |= _block(state, prefix, theirs, f"model.layers.{max(layer, 0)}.")
         copies |= _passing(state)
+        if self.options.start == "fitted":  # a block adds nothing to the fitted rows before it has learnt something
+            copies |= {name: torch.zeros_like(tensor) for name, tensor in state.items() if name.endswith(_OUT)}
         for name, tensor in state.items():
             if _NORM.fullmatch(name) and _fits(theirs, "model.norm.weight", tensor):
                 copies[name] = theirs["model.norm.weight"].float()
@@ -233,6 +238,8 @@ def _passing(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     copies = {}
     for name, tensor in state.items():
+        if name.endswith(".projection.weight"):
+            copies[name] = torch.eye(tensor.shape[0])
         if re.fullmatch(r"(.+\.)?fc\.weight", name) and tensor.shape[1] % tensor.shape[0] == 0:
             parts = tensor.shape[1] // tensor.shape[0]
             one = torch.eye(tensor.shape[0])

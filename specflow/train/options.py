@@ -37,8 +37,10 @@ class TrainOptions(BaseModel):
     draft_vocab: int = Field(
         8192, ge=0, description="size of a reduced draft vocabulary, where the source can have one; 0: the target's"
     )
-    start: Literal["target", "random"] = Field(
-        "target", description="first weights: copies of the target's, where the shapes are alike, or random ones"
+    start: Literal["target", "fitted", "random"] = Field(
+        "target",
+        description="first weights: copies of the target's, where the shapes are alike; the same, and layers fitted "
+        "to the target's next state by least squares, where a family has such; or random ones",
     )
     objective: ObjectiveOptions | None = Field(None, description="losses; none: those published for the method")
     calibration_rounds: int = Field(

@@ -22,6 +22,7 @@ from specflow.train.capture import KeptFeatures, OnlineFeatures
 from specflow.train.checkpoints import load_state, save_state
 from specflow.train.corpus import check_target
 from specflow.train.drafting import DraftingOptions, drafting_for
+from specflow.train.fitting import fit_start
 from specflow.train.held_out import HeldOut, sample
 from specflow.train.loop import Loop, Narrowed
 from specflow.train.objective import Objective
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "RunPlan", "Session", "TrainingRun"]
 
 log = logging.getLogger(__name__)
+
+FIT_POSITIONS = 200_000
+"""Positions, padding left out, that first weights are fitted to."""
 
 LOG_EVERY = 10
 """Steps whose figures make up one line of the log."""
@@ -122,6 +126,7 @@ class TrainingRun:
         self._drafting, self._loop = self._make_loop()
         self._positions, self._seconds = 0, 0.0  # of all sessions, measuring left out
         self._resume()
+        self._fitted = self.step > 0 or options.start != "fitted" or plan.checkpoint is not None
         few = sample(self.texts.held_out, options.evaluate_tokens)
         kept = self._source if isinstance(self._source, FeatureStore) else KeptFeatures(self._source)
         self._sample = HeldOut(few, options.batch_tokens, kept, processes)
@@ -171,6 +176,7 @@ class TrainingRun:
         Raises:
             TrainingError: The run diverged.
         """
+        self._fit()
         began, first = perf_counter(), self.step
         earlier = self._positions, self._seconds
         seen = self._measure() if self.step == 0 else None
@@ -195,6 +201,19 @@ class TrainingRun:
             yield Progress(report.step, self.steps, report.loss, seen, report.step - first, positions, spent)
             if report.asked:
                 return
+
+    def _fit(self) -> None:
+        """Fit first weights, in every process alike."""
+        if self._fitted:
+            return
+        batches, seen = [], 0
+        while seen < FIT_POSITIONS and len(batches) < self.steps:
+            batches.append(self._order[len(batches)])
+            seen += sum(len(self.texts.training[place]) for place in batches[-1])
+        made = (self._batch(number) for number in range(len(batches)))
+        if not fit_start(self._trainee.trainable.network, made):
+            log.warning("start is fitted, and nothing of this drafter can be fitted: it begins as with start=target")
+        self._fitted = True
 
     def finish(self) -> Mapping[str, Any]:
         """Measure on all held-out texts, and write the drafter as it is now.

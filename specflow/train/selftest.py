@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ValidationError
 
+from specflow.checkpoint.fitting import fitted
 from specflow.checkpoint.layout import read
 from specflow.checkpoint.write_drafter import whole_norms
 from specflow.draft.base import Needs, SourceContext
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from specflow.recipe import Recipe
     from specflow.recipe_draft import SourceSection
 
-__all__ = ["CLEAR", "HEALTHY", "LOW", "Found", "SelfTest", "greedy_texts", "run_selftest", "tested_parts"]
+__all__ = ["CLEAR", "HEALTHY", "LOW", "Found", "SelfTest", "greedy_texts", "parts_to_test", "run_selftest"]
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -120,7 +121,7 @@ class _Reading:
     flipped: bool = False  # gains are taken the other way: less 1, or not
 
 
-def tested_parts(recipe: Recipe) -> tuple[SourceSection, ...]:
+def parts_to_test(recipe: Recipe) -> tuple[SourceSection, ...]:
     """The parts of a recipe's draft that name trained weights.
 
     Raises:
@@ -201,7 +202,8 @@ class _Bench:
         options = read_options(options, weights)
         slots = getattr(options, "slots", None)
         known = {} if slots is None else {"block_size": slots(section.k)}
-        tensors = read(str(drafter_path(weights))).tensors
+        stored = read(str(drafter_path(weights)))
+        tensors = stored.tensors if stored.layout.is_native else fitted(stored, loaded.target.info)
         tables = TargetTables(loaded.target)
         return cls(section, weights, _changed(options, weights=None, **known), tensors, loaded, tables, texts)
 
@@ -300,8 +302,9 @@ class _Bench:
             made = OnlineFeatures(self.loaded.target, Needs(lacking, hidden_pre=True, hidden_post=True))
             features = made.read(self.texts)
             self.taps.update(features.taps)
-            assert features.hidden_pre is not None and features.hidden_post is not None, "both were asked for"
-            self.last.update(pre=features.hidden_pre, post=features.hidden_post)
+            for name, tensor in (("pre", features.hidden_pre), ("post", features.hidden_post)):
+                assert tensor is not None, "both states were asked for"
+                self.last[name] = tensor
         post = self.last["post" if state == "as it is" else "pre"]
         return Features({tap: self.taps[tap] for tap in needs.taps}, self.last["pre"], post)
 

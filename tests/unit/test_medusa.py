@@ -75,11 +75,17 @@ def checkpoint(num_heads: int, num_layers: int, outputs: int | None, seed: int =
     return found
 
 
+@pytest.mark.parametrize("projected", [False, True])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("layers", [0, 1, 2])
-def test_heads_follow_the_formula(layers: int, own: bool) -> None:
+def test_heads_follow_the_formula(layers: int, own: bool, projected: bool) -> None:
     tensors = checkpoint(3, layers, VOCAB if own else None)
-    shape = MedusaShape(3, 3, layers, H, VOCAB, own)
+    if projected:
+        for k, weight in enumerate(
+            torch.randn(4, H, H, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+        ):
+            tensors[f"{k}.projection.weight"] = weight
+    shape = MedusaShape(4 if projected else 3, 3, layers, H, VOCAB, own, projected)
     reader = WeightReader(tensors, "made here", DOUBLE)
     heads = read_medusa(reader, shape, TARGET.score)
     reader.close()
@@ -91,6 +97,8 @@ def test_heads_follow_the_formula(layers: int, own: bool) -> None:
         for j in range(layers):
             z = x @ tensors[f"{k}.{j}.linear.weight"].T + tensors[f"{k}.{j}.linear.bias"]
             x = x + z / (1 + (-z).exp())
+        if projected:
+            x = x @ tensors[f"{k}.projection.weight"].T
         output = tensors[f"{k}.{layers}.weight"] if own else TARGET.head.weight
         assert torch.allclose(hidden[:, :, k], x, atol=1e-12)
         assert torch.allclose(logits[:, :, k], x @ output.T, atol=1e-12)

@@ -87,7 +87,7 @@ class BlockLayers(nn.Module):
         self.embedding = reader.take("embed_tokens.weight", (info.vocab_size, width)) if own else None
         self.vocabulary = draft_vocabulary(reader, options.draft_vocab_size, target)
         self.head = draft_head(reader, options.own_head, self.vocabulary, target, width)
-        self.rotary = RotaryTable.plain(shape.rope_theta, shape.head_width, info.dtype, info.device)
+        self.rotary = RotaryTable.shaped(shape, info.dtype, info.device)
         self._like = torch.empty(0, dtype=info.dtype, device=info.device)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:

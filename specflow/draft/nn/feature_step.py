@@ -92,11 +92,9 @@ class FeatureStep(nn.Module):
         Returns:
             # [R, H] each, or [N, H]
         """
-        e = embedded if self.embedding_norm is None else self.embedding_norm(embedded)
-        h = hidden if self.hidden_norm is None else self.hidden_norm(hidden)
-        pair = torch.cat((h, e) if self.form.hidden_first else (e, h), dim=-1)
+        pair = self.pair(embedded, hidden)
         if self.fc is None:
-            stream = h if self.form.norm_residual else hidden
+            stream = self._normed(hidden) if self.form.norm_residual else hidden
             mixed = self.block.attend_to(pair, 0, shared)
         else:
             stream = shared.apply(self.fc, pair)
@@ -105,6 +103,15 @@ class FeatureStep(nn.Module):
         stream = stream + self.block.feed(stream, shared)
         normed = stream if self.norm is None else self.norm(stream)
         return StepRows(normed if self.form.recycle_normed else stream, normed)
+
+    def pair(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Both, normed, side by side.  # [R, H] twice -> [R, 2H]"""
+        e = embedded if self.embedding_norm is None else self.embedding_norm(embedded)
+        h = self._normed(hidden)
+        return torch.cat((h, e) if self.form.hidden_first else (e, h), dim=-1)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return hidden if self.hidden_norm is None else self.hidden_norm(hidden)
 
 
 class Fusion(nn.Module):
@@ -122,13 +129,17 @@ class Fusion(nn.Module):
 
     def forward(self, taps: Tensor) -> Tensor:
         """# [R, T H] -> [R, H]"""
+        fused: Tensor = self.fc(self.read(taps))
+        return fused
+
+    def read(self, taps: Tensor) -> Tensor:
+        """What fc reads.  # [R, T H] -> [R, T H]"""
         if len(self.apart):
             parts = taps.chunk(len(self.apart), dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.apart, parts, strict=True)], dim=-1)
         if self.together is not None:
             taps = self.together(taps)
-        fused: Tensor = self.fc(taps)
-        return fused
+        return taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +166,7 @@ class FeatureNetwork(nn.Module):
         self.embedding, self.target = parts.embedding, target
         info = target.info
         self.dtype, self.device = info.dtype, info.device
-        self.rotary = RotaryTable.plain(parts.shape.rope_theta, parts.shape.head_width, info.dtype, info.device)
+        self.rotary = RotaryTable.shaped(parts.shape, info.dtype, info.device)
 
     @property
     def num_steps(self) -> int:
@@ -207,7 +218,7 @@ class FeatureNetwork(nn.Module):
             # [R, H] each, or [N, H]
         """
         module: FeatureStep = self.steps[index]  # type: ignore[assignment]
-        embedded = self._embed(pairs.tokens.unsqueeze(0))[0].to(pairs.hidden.dtype)
+        embedded = self.embed(pairs.tokens.unsqueeze(0))[0].to(pairs.hidden.dtype)
         if module.form.zero_first:
             embedded = embedded.masked_fill((pairs.positions == 0).unsqueeze(-1), 0.0)
         rows: StepRows = module(embedded, pairs.hidden, shared, needed)
@@ -220,7 +231,8 @@ class FeatureNetwork(nn.Module):
         logits: Tensor = self.head(scored.flatten(0, -2))
         return logits.view(*scored.shape[:-1], logits.shape[-1])
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """# [...] -> [..., H]"""
         if self.embedding is None:
             return self.target.embed(tokens)
         return F.embedding(tokens.clamp_min(0), self.embedding)

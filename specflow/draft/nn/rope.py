@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from specflow.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from specflow.types import BlockShape
 
 __all__ = ["ROPE_KINDS", "RotaryTable", "rope_kind", "rotate"]
 
@@ -41,6 +43,30 @@ class RotaryTable:
     def plain(cls, theta: float, width: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
         """Unscaled positions: theta is the base, width the size of a head."""
         return cls(1.0 / theta ** (torch.arange(0, width, 2).float() / width), 1.0, dtype, device)
+
+    @classmethod
+    def shaped(cls, shape: BlockShape, dtype: torch.dtype, device: torch.device) -> RotaryTable:
+        """The table of a drafter's decoder blocks.
+
+        Raises:
+            ModelError: `transformers` refuses the scaling.
+        """
+        if shape.rope_scaling is None:
+            return cls.plain(shape.rope_theta, shape.head_width, dtype, device)
+        from transformers import LlamaConfig
+
+        parameters: dict[str, Any] = {"rope_theta": shape.rope_theta, **dict(shape.rope_scaling)}
+        try:
+            config = LlamaConfig(
+                hidden_size=shape.hidden_size,
+                num_attention_heads=shape.num_heads,
+                head_dim=shape.head_width,
+                rope_parameters=parameters,
+            )
+            return cls.of(config, dtype, device)
+        except (KeyError, TypeError, ValueError) as error:
+            found = f"{parameters} is no scaling ({error})"
+            raise ModelError("draft.rope_scaling", found, "all parameters of its rope_type") from error
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> RotaryTable:

@@ -48,6 +48,9 @@ class MedusaConfig(ParallelOptions):
     own_heads: bool = Field(
         False, description="every head has an output layer of its own; false: the target's head serves all of them"
     )
+    projection: bool = Field(
+        False, description="every head ends with a linear layer of its own: a shared output layer can take nothing back"
+    )
     draft_vocab_size: int | None = Field(
         None, ge=1, description="size of a reduced draft vocabulary, whose ids `d2t` maps; none: the target's"
     )
@@ -81,6 +84,7 @@ class MedusaModel:
             hidden_size=info.hidden_size,
             draft_vocab_size=info.vocab_size if self.vocabulary is None else len(self.vocabulary.to_target),
             own_outputs=config.own_heads,
+            projected=config.projection,
         )
         self._head: Linear | None = None  # rows of the target's head, for a reduced vocabulary
         if self.vocabulary is not None and not config.own_heads:

@@ -60,8 +60,7 @@ class BlockDrafting(Drafting):
         self._most_blocks = options.anchors
         weight = layers.fusion.weight
         self._like = torch.empty(0, dtype=weight.dtype, device=weight.device)
-        shape = layers.shape
-        self._rotary = RotaryTable.plain(shape.rope_theta, shape.head_width, weight.dtype, weight.device)
+        self._rotary = RotaryTable.shaped(layers.shape, weight.dtype, weight.device)
 
     def forward(self, batch: Batch) -> Sequence[Slot]:
         """See `Drafting.forward`."""

@@ -70,7 +70,7 @@ class FeatureDrafting(Drafting):
         self.network, self.confidence = network, trainable.confidence
         self._depth = options.depth
         dtype = next(network.parameters()).dtype
-        self._rotary = RotaryTable.plain(network.shape.rope_theta, network.shape.head_width, dtype, network.device)
+        self._rotary = RotaryTable.shaped(network.shape, dtype, network.device)
         self._like = torch.empty(0, dtype=dtype, device=network.device)
 
     def forward(self, batch: Batch) -> Sequence[Slot]:

@@ -1,0 +1,161 @@
+"""Measure the tuner: how well it predicts, what its choice loses to the best of a measured grid, how long it takes.
+
+    python benchmarks/tuner.py [--data ../shared/data/smoke/dev.jsonl] [--limit 20] [--max-new-tokens 64]
+
+Tunes the embedded model with every recipe that has weights, then runs the whole grid of methods and K for real, in
+turns, and writes docs/figures/tuner/figures.json with the provenance of both. Takes hours on 2 cores with many
+recipes; an interrupted tuning run resumes. The machine has to be quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from specflow.build import LoadedTarget, load_target  # noqa: E402
+from specflow.cost import CostModel  # noqa: E402
+from specflow.errors import SpecFlowError  # noqa: E402
+from specflow.files import write_json_atomic  # noqa: E402
+from specflow.provenance import Provenance  # noqa: E402
+from tuner.confirm import Race, RacePlan, in_turns  # noqa: E402
+from tuner.interval import Work  # noqa: E402
+from tuner.laboratory import Laboratory, LabPlan  # noqa: E402
+from tuner.recipes import Chosen, read_recipes  # noqa: E402
+from tuner.replay_scorer import ReplayScorer  # noqa: E402
+from tuner.result import TuneResult, read_result  # noqa: E402
+from tuner.scoring import Score  # noqa: E402
+from tuner.session import Order, carry_out, claim  # noqa: E402
+from tuner.space import POLICY, Candidate, K, Space  # noqa: E402
+from tuner.trace import load_trace  # noqa: E402
+from tuner.workload import Asked, encoded, read_rows  # noqa: E402
+
+FIGURES = ROOT / "docs" / "figures" / "tuner"
+RUN = ROOT / "runs" / "tuner"
+GRID = (1, 2, 3, 4, 6, 8, 12)
+LEAST_S = 5.0  # of replaying, to tell its rate
+
+
+def main() -> None:
+    """Tune, measure the grid, write the figures."""
+    options = _options()
+    asked = Asked((options.data,), options.limit, options.max_new_tokens, 0)
+    chosen = read_recipes([], "smollm2-135m")
+    loaded = load_target(chosen.plain.target)
+    result = _tuned(asked, chosen, loaded)
+    names = [name for name in chosen.recipes if name in result.costs]
+    space = Space({chosen.plain.name: chosen.plain, **{name: chosen.recipes[name] for name in names}})
+    began = perf_counter()
+    race, scorer = _grid(asked, chosen, loaded, space, result)
+    grid_s = perf_counter() - began
+    figures = {
+        "targets": {"median_error": 0.06, "worst_error": 0.15, "regret": 0.03, "share_of_grid_time": 0.15}
+        | {"replays_a_second": 200, "target_profile_s": 90, "drafter_profile_s": 60},
+        **_errors(race, scorer, chosen.plain.name),
+        **_regret(race, result, grid_s),
+        "replays_a_second": _replay_rate(scorer, space),
+        "profile_s": result.profile_seconds,
+        "refused": [each.model_dump() for each in result.refused],
+        "provenance": asdict(Provenance.collect(str(loaded.target.info.device), [0], [options.data])),
+    }
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(FIGURES / "figures.json", figures)
+    print(json.dumps({name: value for name, value in figures.items() if name != "provenance"}, indent=2))
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    smoke = ROOT.parent / "shared" / "data" / "smoke" / "dev.jsonl"
+    parser.add_argument("--data", type=Path, default=smoke if smoke.is_file() else ROOT / "benchmarks" / "open.jsonl")
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    return parser.parse_args()
+
+
+def _tuned(asked: Asked, chosen: Chosen, loaded: LoadedTarget) -> TuneResult:
+    """One tuning run, or the finished one that is there."""
+    if (RUN / "tuned.json").is_file():
+        return read_result(RUN)
+    order = Order(asked, RUN, ignore_eos=True)
+    claim(RUN, order, resume=RUN.exists())
+    return carry_out(order, chosen, read_rows(asked), lambda: loaded, print)
+
+
+def _grid(
+    asked: Asked, chosen: Chosen, loaded: LoadedTarget, space: Space, result: TuneResult
+) -> tuple[Race, ReplayScorer]:
+    """Every method at every K, a fixed length, on all prompts; and the answer of the tuner in the same turns."""
+    rows = read_rows(asked)
+    prompts, _ = encoded(rows, loaded.codec, asked, loaded.target.info.context_length)
+    lab = Laboratory(loaded, chosen.plain, prompts, LabPlan(RUN, asked.max_new_tokens, ignore_eos=True))
+    plain, answer = Candidate(chosen.plain.name), result.answer.choice.candidate
+    wanted = {Candidate.of(name, {K: k, POLICY: "fixed"}) for name in space.recipes for k in GRID} | {answer}
+    contestants = [each for each in sorted(wanted, key=str) if each.settings and space.recipe(each) is not None]
+    plan = RacePlan(most_passes=1, drops=False)
+    race = in_turns(contestants, plain, lab.groups(1), lab.runner(space, 1), plan, print)
+    costs = {name: CostModel.from_data(data) for name, data in result.costs.items()}
+    return race, ReplayScorer(load_trace(RUN / "trace"), space, costs, lab.memory)
+
+
+def _errors(race: Race, scorer: ReplayScorer, plain: str) -> dict[str, Any]:
+    """Predicted over measured speed-up, less one, of every contestant that can be replayed."""
+    rates, base = _rates(race), scorer.score(Candidate(plain), 1).throughput
+    found = {}
+    for each, rate in rates.items():
+        score = _score(scorer, each)
+        if each.settings and score is not None:
+            found[each.label] = score.throughput / base / (rate / rates[race.plain]) - 1.0
+    sizes = sorted(abs(error) for error in found.values())
+    return {
+        "errors": found,
+        "median_error": median(sizes) if sizes else None,
+        "worst_error": sizes[-1] if sizes else None,
+    }
+
+
+def _score(scorer: ReplayScorer, candidate: Candidate) -> Score | None:
+    """None where the trace cannot tell."""
+    try:
+        return scorer.score(candidate, 1)
+    except SpecFlowError:
+        return None
+
+
+def _regret(race: Race, result: TuneResult, grid_s: float) -> dict[str, Any]:
+    rates, answer = _rates(race), result.answer.choice.candidate
+    best = max(rates, key=lambda each: rates[each])
+    tuning_s = sum(result.seconds.values())
+    return {
+        "answer": answer.label,
+        "best_of_grid": best.label,
+        "regret": 1.0 - rates[answer] / rates[best],
+        "tuning_s": tuning_s,
+        "grid_s": grid_s,
+        "share_of_grid_time": tuning_s / grid_s,
+    }
+
+
+def _rates(race: Race) -> dict[Candidate, float]:
+    return {each: sum(work.values(), Work(0.0, 0.0)).rate for each, work in race.measured().items()}
+
+
+def _replay_rate(scorer: ReplayScorer, space: Space) -> float:
+    """Configurations a second, over all that can be replayed."""
+    candidates = [each for each in space.listed(10_000) if _score(scorer, each) is not None]
+    began, done = perf_counter(), 0
+    while perf_counter() - began < LEAST_S and candidates:
+        scorer.score(candidates[done % len(candidates)], 1)
+        done += 1
+    return done / (perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+"""Published layouts of drafters: read, recognised, described and written."""
+
+__all__: list[str] = []

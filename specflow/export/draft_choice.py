@@ -1,0 +1,66 @@
+"""Which source of a recipe an engine drafts with, where it takes one only; and what everybody is told of drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from specflow.export.pair_checks import check_block, check_match, check_pair
+from specflow.export.recipe_view import HUB_IDS, DraftView, Ledger, RecipeView
+
+__all__ = ["choose_draft", "launched_plainly", "notes_on"]
+
+OF_TREES = ("nodes", "branch", "paths", "accuracies", "widths")
+
+
+def choose_draft(view: RecipeView, ledger: Ledger, families: Collection[str], engine: str) -> DraftView | None:
+    """The source that the engine drafts with, or None. What it leaves out of the others is said in the ledger.
+
+    Of several sources the last that can run as it stands: those before it are shortcuts for easy texts.
+
+    Args:
+        view: The recipe.
+        ledger: Its account.
+        families: Families the engine has.
+        engine: Its name, for words.
+    """
+    fit = [draft for draft in view.drafts if draft.family in families]
+    ready = [draft for draft in fit if draft.path is not None or "index" in draft.options]
+    chosen = next(iter([*reversed(ready), *reversed(fit)]), None)
+    if chosen is None:
+        if view.drafts:
+            launched_plainly(ledger, f"{engine} has no such method: launched without speculation")
+        return None
+    for other in view.drafts:
+        if other is not chosen:
+            ledger.lacks(other.at, f"{engine} drafts with one method: {chosen.family}", other.family)
+    if view.combined is not None:
+        at = f"draft.{view.combined}"
+        ledger.lacks(f"{at}.policy", f"one method: {chosen.family} ({chosen.at})", view.combined)
+        ledger.says("draft.nodes")
+    ledger.says("draft.k", *(chosen.key(name) for name in ("k", "method", "source", "weights", "model")))
+    return chosen
+
+
+def launched_plainly(ledger: Ledger, why: str) -> None:
+    """Settle all that belongs to drafting: there is none."""
+    drafts = ledger.view.drafts
+    what = [draft.family for draft in drafts]
+    ledger.lacks("draft", why, what[0] if len(what) == 1 else what)
+    for section in ("verify", "length"):
+        ledger.lacks(section, "nothing is drafted", getattr(ledger.view, "rule" if section == "verify" else "policy"))
+
+
+def notes_on(view: RecipeView, draft: DraftView | None) -> Iterator[str]:
+    """What to know before a launch, whatever the engine."""
+    asked = view.recipe.target.model
+    if asked in HUB_IDS:
+        yield f"{asked} is {HUB_IDS[asked]} with 4-bit weights: the texts of the two differ a little"
+    if draft is None:
+        return
+    if "index" not in draft.options and draft.path is None and draft.family != "mtp":
+        yield f"the recipe names no trained drafter: put its folder or hub id where {draft.place} stands"
+    found = [*check_block(draft.k, draft.path, draft.family, draft.key("k"))]
+    found += check_pair(view.target, draft.path, draft.family, view.recipe.runtime.context)
+    if "index" in draft.options:
+        found += check_match(draft.match[0], draft.key("min_match"))
+    yield from map(str, found)

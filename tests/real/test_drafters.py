@@ -1,0 +1,63 @@
+"""The trained drafters that ship: they load, keep vanilla's text, and accept what was measured when they were made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specflow.bench.data import load_prompts
+from specflow.build import LoadedTarget, build_engine, load_target
+from specflow.draft.shipped import shipped_drafters
+from specflow.engine import Engine
+from specflow.measure import acceptance_length, merge_counts
+from specflow.recipe import load_recipe, shipped_recipes
+from specflow.types import Generation
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ROOT / "docs" / "figures" / "drafters"
+PROMPTS = ROOT / "benchmarks" / "open.jsonl"
+COMMON = ["target.runtime=torch", "target.dtype=float32", "runtime.batch=8"]
+NAMES = sorted(name.removeprefix("smollm2-135m/") for name in shipped_drafters())
+TOLERANCE = 0.06
+"""Of an acceptance length: 8 texts of 32 tokens, where a tie that falls the other way changes a few rounds."""
+MOST_BYTES = 60_000_000
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedTarget:
+    return load_target(load_recipe("vanilla", COMMON[:2]).target)
+
+
+def decode(engine: Engine, limit: int) -> list[Generation]:
+    rows, _ = load_prompts([PROMPTS], limit)
+    return engine.generate([engine.codec.encode_chat(row.messages(0, [])) for row in rows], SAMPLING)
+
+
+SAMPLING = load_recipe("vanilla").sampling.model_copy(update={"temperature": 0.0, "max_new_tokens": 32})
+
+
+@pytest.fixture(scope="module")
+def vanilla(loaded: LoadedTarget) -> list[tuple[int, ...]]:
+    return [made.tokens for made in decode(build_engine(load_recipe("vanilla", COMMON), loaded), 8)]
+
+
+def test_every_family_has_one_and_all_are_small() -> None:
+    assert {"medusa", "medusa_markov", "mtp", "eagle3", "dflash", "dspark", "small_model"} <= set(NAMES)
+    assert sum((path / "model.safetensors").stat().st_size for path in shipped_drafters().values()) <= MOST_BYTES
+    for name in NAMES:
+        assert f"smollm2-135m/{name}" in shipped_recipes()[name].read_text(), f"the recipe {name} names its drafter"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_accepts_what_was_measured(name: str, loaded: LoadedTarget, vanilla: list[tuple[int, ...]]) -> None:
+    expected = json.loads((FIGURES / name / "greedy-fixed.json").read_text())
+    recipe = load_recipe(name, COMMON)
+    chain = ["draft.shape=chain"] if "shape" in type(recipe.draft).model_fields else []
+    settings = [*COMMON, "length.policy=fixed", "verify.rule=block", *chain]
+    made = decode(build_engine(load_recipe(name, settings), loaded), expected["limit"])
+    assert [each.tokens for each in made] == vanilla
+    length = acceptance_length(merge_counts(each.counts for each in made))
+    assert length == pytest.approx(expected["mean_acceptance_length"], abs=TOLERANCE)
+    assert expected["mean_acceptance_length"] > 1.0 + 2 * TOLERANCE, "a drafter that accepts nothing passes any test"

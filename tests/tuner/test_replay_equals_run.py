@@ -1,0 +1,75 @@
+"""A replay is a real run, round by round: every shipped recipe, length, policy, cascade and batch, on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tracing import GENERAL, RECIPES, ROOT, SteepCosts, recipe_at, recorded, run_for_real
+
+from specflow.errors import DataError
+from specflow.recipe import Recipe
+from tuner.recorded import Trace
+from tuner.replay import Replayer
+from tuner.replay_types import ReplayConfig
+
+DEEPEST = 6
+DRAFTING = [path for path in RECIPES if path.stem != "vanilla"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """All recipes in one trace."""
+    made = [recipe_at(path, DEEPEST) for path in RECIPES]
+    return recorded({recipe.name: recipe for recipe in made}, tmp_path_factory.mktemp("trace") / "all")
+
+
+def check(trace: Trace, recipe: Recipe, costs: SteepCosts | None = None, batch: int = 1) -> int:
+    """Replay and real run agree in every round and every count; how many draft tokens were accepted."""
+    result = Replayer(trace, costs).run(ReplayConfig.of(recipe, trace.info, concurrency=batch))
+    real = run_for_real(recipe, costs, batch=batch)
+    assert [each.rounds for each in result.requests] == real.rounds
+    assert result.counts == real.counts
+    assert [each.tokens for each in result.requests] == [len(made.tokens) for made in real.made]
+    return result.accepted
+
+
+def test_texts_end_in_all_ways(trace: Trace) -> None:
+    """Some at a stop id, some at their length, or the tests below see too little."""
+    full = [request.num_tokens == request.most for request in trace.requests]
+    assert any(full)
+    assert not all(full)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_as_it_stands(path: Path, trace: Trace) -> None:
+    check(trace, recipe_at(path, DEEPEST))
+
+
+@pytest.mark.parametrize("path", DRAFTING, ids=lambda path: path.stem)
+def test_every_recipe_with_every_k_the_trace_is_exact_for(path: Path, trace: Trace) -> None:
+    """Others are refused, with the reason: a block of another width, or a tree laid out for another depth."""
+    drafters = trace.info.recipes[path.stem]
+    exact = set.intersection(*(set(trace.info.drafters[name].exact_k) for name in drafters))
+    for k in (2, DEEPEST):
+        recipe = recipe_at(path, k, ["length.policy=fixed"])
+        if k in exact:
+            check(trace, recipe)
+        else:
+            with pytest.raises(DataError, match=r"(?s)draft\.k of .*trace it again"):
+                Replayer(trace).run(ReplayConfig.of(recipe, trace.info))
+    assert DEEPEST in exact
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", GENERAL)
+def test_every_policy(name: str, batch: int, trace: Trace) -> None:
+    """With costs that make long blocks dear, so that policies have something to decide."""
+    path, policies = ROOT / "recipes" / f"{name}.yaml", GENERAL[name]
+    assert sum(check(trace, recipe_at(path, DEEPEST, each), SteepCosts(), batch) for each in policies) > 0
+
+
+@pytest.mark.parametrize("batch", [3])
+@pytest.mark.parametrize("path", DRAFTING, ids=lambda path: path.stem)
+def test_every_recipe_in_batches(path: Path, batch: int, trace: Trace) -> None:
+    check(trace, recipe_at(path, DEEPEST), SteepCosts(), batch)

@@ -1,0 +1,150 @@
+"""Whole runs on made-up machines: the answers that the tuner has to give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import FakeLab, prices, tuned
+
+from specflow.errors import DataError
+from specflow.recipe import parse_recipe
+from tuner.budget import BudgetSpent
+from tuner.result import read_result, write_result
+
+
+def test_an_always_wrong_drafter_makes_the_answer_plain_decoding(tmp_path: Path) -> None:
+    found = tuned(tmp_path, FakeLab({"wrong": 0.0}), "wrong")
+    assert not found.answer.speculate
+    assert "Do not speculate" in found.answer.reason
+    assert parse_recipe(found.recipe).draft is None
+    assert any(each.choice.recipe == "wrong" for each in found.confirmed)  # it was run, not only guessed
+
+
+def test_a_free_oracle_makes_the_answer_the_largest_k(tmp_path: Path) -> None:
+    free = prices(per_row=0.0, per_draft=0.0)
+    found = tuned(tmp_path, FakeLab({"oracle": 1.0}, free), "oracle")
+    assert found.answer.speculate
+    assert found.answer.choice.settings["draft.k"] == 8
+    assert found.answer.speed_up.value == pytest.approx(9.0, rel=0.05)
+    assert parse_recipe(found.recipe).draft.k == 8  # type: ignore[union-attr]
+
+
+def test_the_better_of_two_methods_wins_and_predictions_hold(tmp_path: Path) -> None:
+    found = tuned(tmp_path, FakeLab({"good": 0.9, "poor": 0.4}), "good", "poor")
+    assert found.answer.choice.recipe == "good"
+    assert max(found.errors) < 0.05
+
+
+def test_a_prediction_that_does_not_come_true_does_not_win(tmp_path: Path) -> None:
+    lab = FakeLab({"boaster": 0.95, "honest": 0.7}, real={"boaster": 0.1})
+    found = tuned(tmp_path, lab, "boaster", "honest")
+    assert found.answer.choice.recipe == "honest"
+
+
+def test_nothing_that_drafts_is_plain_decoding_too(tmp_path: Path) -> None:
+    found = tuned(tmp_path, FakeLab({}))
+    assert not found.answer.speculate
+    assert found.confirmed[0].choice.label == "vanilla"
+
+
+@pytest.mark.parametrize("phase", ["preflight", "profile", "confirm"])
+def test_a_recipe_that_fails_is_named_with_phase_and_reason_and_the_rest_goes_on(tmp_path: Path, phase: str) -> None:
+    lab = FakeLab({"good": 0.9, "bad": 0.99}, broken={"bad": phase})
+    found = tuned(tmp_path, lab, "good", "bad")
+    assert found.answer.choice.recipe == "good"
+    assert next(each.phase for each in found.refused if each.recipe.startswith("bad")) == phase
+
+
+@pytest.mark.parametrize("phase", ["trace", "search"])
+def test_what_cannot_be_predicted_is_still_run_with_its_own_settings(tmp_path: Path, phase: str) -> None:
+    lab = FakeLab({"good": 0.5, "odd": 0.95}, broken={"odd": phase})
+    found = tuned(tmp_path, lab, "good", "odd")
+    assert found.answer.choice.recipe == "odd"
+    row = next(each for each in found.confirmed if each.choice.recipe == "odd")
+    assert row.predicted_speed_up is None
+    assert found.refused[0].phase == phase
+
+
+def test_what_no_acceptance_can_pay_for_is_never_run(tmp_path: Path) -> None:
+    dear = prices(step=0.001, per_row=0.03, per_draft=0.03)
+    found = tuned(tmp_path, FakeLab({"dear": 1.0}, dear), "dear")
+    assert found.hopeless == 4
+    assert found.trials == 0
+    assert [each.choice.label for each in found.confirmed] == ["vanilla"]
+    assert "all accepted" in found.refused[0].reason
+
+
+@pytest.mark.parametrize(("budget", "phase"), [(0.5, "profile"), (5.0, "trace"), (14.5, "confirm")])
+def test_a_budget_too_small_for_one_trial_says_so(tmp_path: Path, budget: float, phase: str) -> None:
+    with pytest.raises(DataError, match="--budget"):
+        tuned(tmp_path, FakeLab({"good": 0.9}), "good", budget=budget)
+
+
+def test_a_spent_budget_names_the_phase_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(BudgetSpent, match="before trace was done") as error:
+        tuned(tmp_path, FakeLab({"good": 0.9}), "good", budget=5.0)
+    assert "goes on from them" in str(error.value)
+
+
+def test_loads_have_answers_of_their_own_and_a_schedule(tmp_path: Path) -> None:
+    lab = FakeLab({"good": 0.8}, prices(per_row=0.004))
+    found = tuned(tmp_path, lab, "good", concurrency=(1, 16))
+    ks = [level.k for level in found.schedule]
+    assert len(ks) == 2
+    assert ks[0] > ks[1]
+    assert found.schedule[1].leave < found.schedule[1].enter
+    assert {each.concurrency for each in found.confirmed} == {1, 16}
+
+
+def test_classes_of_requests_have_answers_of_their_own_where_they_differ(tmp_path: Path) -> None:
+    lab = FakeLab({"good": 0.9}, by_category={"chat": 0.0})
+    found = tuned(tmp_path, lab, "good")
+    answers = {each.category: each for each in found.categories}
+    assert answers["code"].choice.recipe == "good"
+    assert answers["chat"].choice.recipe == "vanilla"
+    assert answers["chat"].differs != answers["code"].differs or found.answer.choice.recipe == "good"
+
+
+def test_several_objectives_give_a_front(tmp_path: Path) -> None:
+    found = tuned(tmp_path, FakeLab({"good": 0.9}), "good", objectives=("throughput", "memory"))
+    front = [each for each in found.predictions if each.pareto]
+    assert len(front) >= 2
+    assert len({each.memory_bytes for each in front}) == len(front)
+
+
+def test_an_unknown_objective_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--objective"):
+        tuned(tmp_path, FakeLab({}), objectives=("beauty",))
+
+
+def test_a_second_run_on_the_same_study_tries_nothing_again(tmp_path: Path) -> None:
+    first = tuned(tmp_path, FakeLab({"good": 0.9}), "good")
+    again = tuned(tmp_path, FakeLab({"good": 0.9}, broken={"good": "search"}), "good")
+    assert again.trials == first.trials
+    assert again.answer.choice == first.answer.choice
+
+
+def test_the_result_survives_its_file(tmp_path: Path) -> None:
+    found = tuned(tmp_path, FakeLab({"é ü": 0.9}), "é ü", concurrency=(1, 4))
+    write_result(tmp_path / "tuned.json", found)
+    assert read_result(tmp_path) == found
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "specflow-tuned-1"}', "\xff", '{"format": "other"}'])
+def test_a_file_that_is_no_result_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tuned.json").write_text(text, encoding="latin-1")
+    with pytest.raises(DataError, match=r"tuned\.json"):
+        read_result(tmp_path)
+
+
+def test_no_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        read_result(tmp_path / "nowhere.json")
+
+
+def test_breaking_even_is_told_for_every_depth_that_was_looked_at(tmp_path: Path) -> None:
+    found = tuned(tmp_path, FakeLab({"good": 0.9}), "good")
+    assert [each.k for each in found.break_even] == [1, 2, 4, 8]
+    assert any(each.measured for each in found.break_even)
+    assert all(each.plain_steps > 1.0 for each in found.break_even)
