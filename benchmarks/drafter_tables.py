@@ -19,9 +19,10 @@ _KEYS = ("num_layers", "num_heads", "taps", "corrector", "corrector_rank", "adap
 
 _HEAD = """# Drafters for smollm2-135m
 
-Trained with `specflow train` on the target's own answers to `train_prompts`, never on an evaluation set, and named in
-recipes as `weights: smollm2-135m/NAME` (a whole model as `model: smollm2-135m/NAME`). Every folder holds the weights in
-float16, config.json, training.json (options, data, versions), log.jsonl and curve.svg.
+Trained with `specflow train` on the target's own answers to `train_prompts`, never on an evaluation set.
+`specflow run smollm2-135m/NAME` runs one; in recipes it is `weights: smollm2-135m/NAME` (a whole model `model: ...`).
+Every folder holds the weights in float16, config.json, recipe.yaml, training.json (options, data, versions), log.jsonl
+and curve.svg.
 
 This page is written by `make bench-drafters` from docs/figures/drafters and the folders' own files.
 """

@@ -27,10 +27,12 @@ from drafter_tables import publish
 
 from specflow.bench.data import load_prompts
 from specflow.build import LoadedTarget, build_engine, load_target
-from specflow.files import write_json_atomic
+from specflow.files import write_json_atomic, write_text_atomic
 from specflow.measure import merge_counts, metrics
 from specflow.provenance import Provenance
-from specflow.recipe import Recipe, load_recipe
+from specflow.recipe import Recipe, dump_recipe, load_recipe
+from specflow.train.opening import trained_part
+from specflow.train.output import with_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTERS = ROOT / "drafters" / "smollm2-135m"
@@ -47,7 +49,7 @@ COMMON = ["target.runtime=torch", "target.dtype=float32", "length.policy=fixed",
 
 
 def drafters() -> list[str]:
-    """Names of the shipped ones; each has a recipe of its name."""
+    """Names of the shipped ones."""
     return sorted(path.parent.name for path in DRAFTERS.glob("*/model.safetensors"))
 
 
@@ -62,17 +64,25 @@ def ship(run: Path, name: str) -> None:
     for session in training["sessions"]:
         session["argv"] = [Path(word).name if word.startswith(("/", ".")) else word for word in session["argv"]]
     write_json_atomic(target / "training.json", training)
+    write_text_atomic(target / "recipe.yaml", _recipe_text(load_recipe(run / "recipe.yaml"), f"{DRAFTERS.name}/{name}"))
     for stale in (FIGURES / name).glob("*.json"):  # of the weights that were there before
         stale.unlink()
+
+
+def _recipe_text(recipe: Recipe, name: str) -> str:
+    """The run's recipe for everybody: its drafter under the name it ships by, where and as the target runs best."""
+    place, _ = trained_part(recipe)
+    plain = recipe.model_copy(update={"target": load_recipe("vanilla").target})
+    return f'# specflow run {name} "Why is the sky blue?"\n{dump_recipe(with_weights(plain, place, Path(name)))}'
 
 
 def recipe_of(name: str, setting: str, tokens: int) -> Recipe:
     """A drafter's recipe with chains of fixed length."""
     changes = [*COMMON, *SETTINGS[setting], f"sampling.max_new_tokens={tokens}"]
-    draft = load_recipe(name).draft
+    draft = load_recipe(f"{DRAFTERS.name}/{name}").draft
     if "shape" in type(draft).model_fields:
         changes.append("draft.shape=chain")
-    return load_recipe(name, changes)
+    return load_recipe(f"{DRAFTERS.name}/{name}", changes)
 
 
 def wanted(names: Sequence[str], settings: Sequence[str], sets: Sequence[str]) -> Iterator[tuple[str, str, str]]:
@@ -101,9 +111,21 @@ def measure_cost(name: str) -> None:
     file = FIGURES / name / "cost.json"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "specflow", "profile", name, "--contexts", "256", "--batches", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "specflow",
+            "profile",
+            f"{DRAFTERS.name}/{name}",
+            "--contexts",
+            "256",
+            "--batches",
+            "1",
+        ]
         changes = [word for change in COMMON[:2] for word in ("--set", change)]
-        subprocess.run([*command, "--rows", "1,2,4,8", *changes, "-o", str(file)], check=True, cwd=ROOT)
+        subprocess.run(
+            [*command, "--batches", "1", "--rows", "1,2,4,8", *changes, "-o", str(file)], check=True, cwd=ROOT
+        )
 
 
 def measure_all(options: argparse.Namespace) -> None:

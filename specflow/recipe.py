@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from specflow.draft.shipped import shipped_drafters
 from specflow.errors import RecipeError
 from specflow.recipe_draft import COMBINED, DRAFT, PART, CombinedSection, DraftSection, SourceSection, draft_data
 from specflow.recipe_sections import (
@@ -49,6 +50,7 @@ __all__ = [
     "recipe_data",
     "recipe_schema",
     "shipped_recipes",
+    "trained_recipes",
 ]
 
 VERIFY = Choice("rule", verify_sections, default="match")
@@ -189,12 +191,17 @@ def shipped_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(_recipe_folder().glob("*.yaml"))}
 
 
+def trained_recipes() -> dict[str, Path]:
+    """TARGET/NAME -> file of the recipes of the trained drafters that come with SpecFlow."""
+    return {name: path / "recipe.yaml" for name, path in shipped_drafters().items()}
+
+
 def find_recipe(name: str | Path) -> Path:
     """The file of a recipe given by path, or by name if it is a shipped one."""
     path = Path(name)
     if path.is_file():
         return path
-    known = shipped_recipes()
+    known = shipped_recipes() | trained_recipes()
     if str(name) in known:
         return known[str(name)]
     if path.is_dir():

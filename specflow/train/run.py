@@ -206,7 +206,8 @@ class TrainingRun:
         """Fit first weights, in every process alike."""
         if self._fitted:
             return
-        batches, seen = [], 0
+        batches: list[tuple[int, ...]] = []
+        seen = 0
         while seen < FIT_POSITIONS and len(batches) < self.steps:
             batches.append(self._order[len(batches)])
             seen += sum(len(self.texts.training[place]) for place in batches[-1])

@@ -65,7 +65,7 @@ def test_what_is_fitted_foretells_more(family: str, loaded: LoadedTarget, corpus
         for _ in run.go(Session(100, 100)):
             pass
         lengths[start] = run.finish()["accept_rate"][0]
-    assert lengths["fitted"] > lengths["target"] + 0.1
+    assert lengths["fitted"] > 2 * lengths["target"]
 
 
 def test_a_drafter_without_such_a_layer_says_so(

@@ -27,6 +27,7 @@ from specflow.recipe import (
     recipe_data,
     recipe_schema,
     shipped_recipes,
+    trained_recipes,
 )
 from specflow.recipe_draft import FirstOfSection, MergeSection
 from specflow.recipe_yaml import read_yaml, write_yaml
@@ -390,7 +391,7 @@ def test_validate_reports_every_failing_file(tmp_path: Path) -> None:
 
 def test_recipes_and_schema_verbs(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in run("recipes", "--json")[1].splitlines()]
-    assert [row["name"] for row in rows] == list(shipped_recipes())
+    assert [row["name"] for row in rows] == [*shipped_recipes(), *trained_recipes()]
     assert all(row["description"] and Path(row["path"]).is_file() for row in rows)
     assert "Plain decoding" in run("recipes")[1]
     code, out, err = run("schema", "--output", str(tmp_path / "schema.json"))
