@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 PEERS := .venv-peers
+DATA ?= ../shared/data
 
-.PHONY: demo test bench bench-cpu lint clean
+.PHONY: demo test bench bench-cpu bench-drafters lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/specflow demo
@@ -23,6 +24,11 @@ bench-cpu: $(VENV)/installed $(PEERS)/installed.json
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[openvino]'
 	$(BIN)/specflow models fetch smollm2-135m
 	$(BIN)/python benchmarks/cpu.py
+
+# Hours on 2 cores; DATA is a folder of evaluation sets (smoke, mt_bench, humaneval, gsm8k), each with a dev.jsonl.
+bench-drafters: $(VENV)/installed
+	$(BIN)/specflow models fetch smollm2-135m
+	$(BIN)/python benchmarks/drafters.py --data $(DATA)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

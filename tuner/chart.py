@@ -34,6 +34,7 @@ class Axes:
     title: str
     x_label: str
     y_label: str = ""
+    counts: bool = False  # x is a number of something: no tick stands between two of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def line_chart(axes: Axes, series: Mapping[str, Points], level: float | None = N
         series: Name -> points in the order of the line, at least one each.
         level: A dashed line across, such as plain decoding; None: none.
     """
-    frame = _frame([point for points in series.values() for point in points], level)
+    frame = _frame([point for points in series.values() for point in points], level, axes.counts)
     parts = [] if level is None else [_dashed((0.0, level), (frame.most_x, level), frame)]
     for number, points in enumerate(series.values()):
         places = " L".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
@@ -129,7 +130,7 @@ def _plot(axes: Axes, frame: _Frame, names: Sequence[str], parts: Sequence[str])
         y = frame.y(tick)
         drawn.append(f'<path d="M{LEFT:.1f},{y:.1f} h{WIDTH:.1f}" stroke="{GREY if tick == 0 else GRID}"/>')
         drawn.append(svg_text((LEFT - 8.0, y + 4.0), f"{tick:g}", 11, GREY, anchor="end"))
-    for tick in _ticks(frame.most_x):
+    for tick in _ticks(frame.most_x, 1.0 if axes.counts else 0.0):
         drawn.append(svg_text((frame.x(tick), TOP + HEIGHT + 17.0), f"{tick:g}", 11, GREY, anchor="middle"))
     drawn.append(svg_text((LEFT + WIDTH / 2, TOP + HEIGHT + 36.0), axes.x_label, 12, GREY, anchor="middle"))
     drawn.append(svg_text((LEFT, TOP - 8.0), axes.y_label, 12, GREY))
@@ -147,10 +148,10 @@ def _svg(title: str, size: tuple[float, float], parts: Sequence[str]) -> str:
     return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>"])
 
 
-def _frame(points: Points, level: float | None) -> _Frame:
+def _frame(points: Points, level: float | None, counts: bool = False) -> _Frame:
     most_x = max((x for x, _ in points), default=1.0)
     most_y = max([y for _, y in points] + ([] if level is None else [level]), default=1.0)
-    return _Frame(_ticks(most_x)[-1], _ticks(most_y)[-1])
+    return _Frame(_ticks(most_x, 1.0 if counts else 0.0)[-1], _ticks(most_y)[-1])
 
 
 def _dashed(one: tuple[float, float], other: tuple[float, float], frame: _Frame) -> str:
@@ -178,9 +179,9 @@ def _short(name: str) -> str:
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
-def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to the first that is not below `most`."""
-    rough = max(most, 1e-12) / TICKS
+def _ticks(most: float, least: float = 0.0) -> list[float]:
+    """Round numbers from 0 to the first that is not below `most`, at least `least` apart."""
+    rough = max(most / TICKS, least, 1e-12)
     scale = 10.0 ** floor(log10(rough))
     step = next(factor * scale for factor in (1, 2, 5, 10) if factor * scale >= rough * (1 - 1e-9))
     return [round(step * number, 12) for number in range(max(1, ceil(most / step - 1e-9)) + 1)]

@@ -174,9 +174,9 @@ def in_turns(
                 advance(f"{group.key} · {candidate.label}")
             alive = [each for each in alive if each not in race.failures]
             alive = _still_in(race, alive) if plan.drops else alive
-        race.complete = True
         if told_apart(_of(race, alive), plain):
             break
+    race.complete = True
     return race
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from specflow.length import Fixed
 from specflow.types import DraftBudget
+from tuner.recalled import Chain, Recalled
 from tuner.walk import Decided
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ class Served:
     k: int  # deepest position asked of it
     agree: Numbers  # as in `Drafts`; where acceptance is a matter of chance, as it fell this time
     weighed: bool  # the rule weighs its law, which is not one-hot: drafts are not those along the text
+
+    @cached_property
+    def agrees(self) -> list[Any]:
+        """`agree` as plain numbers."""
+        found: list[Any] = self.agree.tolist()
+        return found
 
     @property
     def tree(self) -> bool:
@@ -186,6 +193,12 @@ def block_of(
     )
 
 
+@lru_cache(maxsize=4096)
+def _unsure_block(lengths: tuple[int, ...], is_point: bool, matches: tuple[int, ...] | None) -> DraftBlock:
+    """Chains of drafters without confidence: there are few, and policies change none."""
+    return block_of(np.array(lengths, dtype=np.int64), None, "context", is_point, matches)
+
+
 class _Drawn:
     """A law of which a length policy only asks whether it is one-hot."""
 
@@ -304,38 +317,50 @@ class Together:
         served = [self._setting.served[each.served] if each.drafted else None for each in found]
         if any(by is not None and by.tree for by in served):
             return list(found)
-        kept = self._policy.trim(self._block(positions, found, served, along=False)).lengths
+        kept = self._lengths(positions, found, served, along=False)
         if not any(by is not None and by.weighed for by in served):
             return [_cut(each, length, length) for each, length in zip(found, kept, strict=True)]
-        reach = self._policy.trim(self._block(positions, found, served, along=True)).lengths
+        reach = self._lengths(positions, found, served, along=True)
         return [_cut(*each) for each in zip(found, kept, reach, strict=True)]
+
+    def _lengths(
+        self, positions: Sequence[int], found: Sequence[Decided], served: Sequence[Served | None], along: bool
+    ) -> Sequence[int]:
+        """How much the policy lets stand of each row's chain.  # [B]"""
+        block = partial(self._block, positions, found, served, along)
+        by = served[0]
+        if len(found) > 1 or by is None or not isinstance(self._policy, Recalled):
+            return self._policy.trim(block()).lengths
+        chain = Chain(by.drafts.info.name, by.weighed, along, positions[0], found[0].drafted)
+        return (self._policy.kept(chain, block),)
 
     def _block(
         self, positions: Sequence[int], found: Sequence[Decided], served: Sequence[Served | None], along: bool
     ) -> DraftBlock:
         """The rows' chains; with `along`, as sure as they are along the text where the rule weighs their law."""
-        lengths = np.array([each.drafted for each in found], dtype=np.int64)
+        lengths = tuple(each.drafted for each in found)
         confidence: Numbers | None = None
         kinds: list[Kind] = ["context"]
         for row, (at, by) in enumerate(zip(positions, served, strict=True)):
             own = None if by is None else by.drafts.law_confidence if along and by.weighed else by.drafts.confidence
             if by is not None and own is not None:
                 if confidence is None:
-                    confidence = np.ones((len(found), int(lengths.max())), own.dtype)
+                    confidence = np.ones((len(found), max(lengths)), own.dtype)
                 confidence[row, : lengths[row]] = own[at, : lengths[row]]
                 kinds.append(by.kind)
         matches = None
         if any(by is not None and by.drafts.info.matches for by in served):
             each = zip(positions, served, strict=True)
             matches = tuple(0 if by is None else _matched(by, at) for at, by in each)
-        kind = max(kinds, key=SAFEST_FIRST.index)
         is_point = not any(by is not None and by.weighed for by in served)
-        return block_of(lengths, confidence, kind, is_point, matches)
+        if confidence is None:
+            return _unsure_block(lengths, is_point, matches)
+        return block_of(np.array(lengths), confidence, max(kinds, key=SAFEST_FIRST.index), is_point, matches)
 
 
 def _matched(served: Served, at: int) -> int:
     """Tokens of text that a copy continues; 0 where the drafter copies none."""
-    return int(served.drafts.match[at]) if served.drafts.info.matches and served.drafts.match is not None else 0
+    return served.drafts.matches[at] if served.drafts.info.matches and served.drafts.match is not None else 0
 
 
 def _depth(served: Served, row: int, at: int, budget: DraftBudget) -> int:
@@ -343,7 +368,7 @@ def _depth(served: Served, row: int, at: int, budget: DraftBudget) -> int:
     most = min(budget.tokens[row], served.k)
     if served.tree:
         return most
-    most = min(most, int(served.drafts.length[at]))
+    most = min(most, served.drafts.lengths[at])
     matched = _matched(served, at)
     return min(most, budget.most(row, matched)) if most and matched else most
 
@@ -352,7 +377,7 @@ def _found(served: Served, number: int, at: int, depth: int) -> Decided:
     """A draft of this depth, all of it verified."""
     drafts = served.drafts
     if not served.tree:
-        return Decided(depth, depth, depth, min(int(served.agree[at]), depth), number, asked=True)
+        return Decided(depth, depth, depth, min(served.agrees[at], depth), number, asked=True)
     assert drafts.nodes is not None
     deep, nodes, agree = (int(table[at, depth - 1]) for table in (drafts.length, drafts.nodes, served.agree))
     return Decided(deep, deep, nodes, agree, number, asked=True)

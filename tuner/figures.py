@@ -71,7 +71,7 @@ def throughput_figure(result: TuneResult, concurrency: int) -> str | None:
     some = next(iter(next(iter(best.values())).values()))
     plain = some.throughput / some.speed_up if some.speed_up > 0 else None
     load = "" if concurrency == 1 else f", {concurrency} requests at once"
-    return line_chart(Axes(f"Predicted throughput by K{load}", "K", "tokens/s"), _few(ranked), plain)
+    return line_chart(Axes(f"Predicted throughput by K{load}", "K", "tokens/s", counts=True), _few(ranked), plain)
 
 
 def acceptance_figure(result: TuneResult, conditional: bool) -> str | None:
@@ -86,7 +86,7 @@ def acceptance_figure(result: TuneResult, conditional: bool) -> str | None:
     if not lines:
         return None
     said = "given that all before it held" if conditional else "of all rounds that drafted"
-    return line_chart(Axes(f"Acceptance by position, {said}", "draft position", "share"), _few(lines))
+    return line_chart(Axes(f"Acceptance by position, {said}", "draft position", "share", counts=True), _few(lines))
 
 
 def context_figure(result: TuneResult) -> str | None:
@@ -142,7 +142,7 @@ def schedule_figure(result: TuneResult) -> str | None:
     for level, after in zip(levels, [*levels[1:], None], strict=True):
         up += [(float(level.enter), float(level.k)), (float(after.enter if after else last), float(level.k))]
         down += [(float(max(level.leave, 1)), float(level.k)), (float(after.leave if after else last), float(level.k))]
-    axes = Axes("K by load", "requests at once", "K")
+    axes = Axes("K by load", "requests at once", "K", counts=True)
     return line_chart(axes, {"while the load rises": up, "while it falls": down})
 
 

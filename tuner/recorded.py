@@ -57,6 +57,19 @@ class Drafts:
     law: NDArray[Any] | None = None  # [P, K] q of the text's own tokens, each after the ones before
     law_confidence: NDArray[Any] | None = None  # [P, K] confidence along the text
 
+    @cached_property
+    def lengths(self) -> list[Any]:
+        """`length` as plain numbers: reading one is many times faster."""
+        found: list[Any] = self.length.tolist()
+        return found
+
+    @cached_property
+    def matches(self) -> list[int]:
+        """`match` as plain numbers."""
+        assert self.match is not None
+        found: list[int] = self.match.tolist()
+        return found
+
 
 @dataclass(frozen=True)
 class Trace:

@@ -17,12 +17,13 @@ import numpy as np
 from pydantic import ValidationError
 
 from specflow.errors import DataError
-from specflow.length import POLICIES
+from specflow.length import POLICIES, ExpectedGain
 from specflow.recipe_sections import length_sections
 from specflow.rules import RULE_INFOS
 from tuner.chances import along_text, stand_chances
 from tuner.deciders import Apart, Served, Setting, Together, by_position, keeps_no_state
 from tuner.prices import Prices
+from tuner.recalled import Chain, Recalled
 from tuner.replay_types import ReplayConfig, ReplayResult, RoundCosts
 from tuner.tally import Spent, result_of
 from tuner.walk import Walk, side_by_side, step_by_step, straight
@@ -69,6 +70,7 @@ class Replayer:
         self._trace = trace
         deepest = max((info.k for info in trace.info.drafters.values()), default=0)
         self._prices = None if cost is None else Prices(cost, deepest)
+        self._cuts: dict[str, dict[Chain, int]] = {}  # by whose costs were weighed
 
     def run(self, config: ReplayConfig) -> ReplayResult:
         """Simulate one configuration.
@@ -163,11 +165,14 @@ class Replayer:
             problem = error.errors()[0]
             where = ".".join(map(str, ("length", *problem["loc"])))
             raise DataError(where, f"{problem['input']!r}", problem["msg"]) from error
-        policy = POLICIES[config.policy].policy(k=config.k, **options)
+        made = POLICIES[config.policy].policy
+        policy = (Recalled if made is ExpectedGain else made)(k=config.k, **options)
         if isinstance(policy, _Priced) and self._prices is not None:
             if (costs := self._prices.of(config.drafters[-1])) is None:
                 raise DataError("cost", f"no cost model of {config.drafters[-1]}", "one for each drafter")
             policy.use(costs)
+        if isinstance(policy, Recalled):
+            policy.remember(self._cuts.setdefault(config.drafters[-1], {}))
         return policy
 
     def _spent(self, config: ReplayConfig, walk: Walk) -> Spent:

@@ -79,6 +79,8 @@ def hopeless(k: int, costs: Bound, concurrency: int, context: int) -> str | None
     A round of depth d yields at most d + 1 tokens, so it cannot pay where it costs that many plain steps. A block may
     be shorter than K, so every depth up to K has to fail.
     """
+    if k <= 0:
+        return "K = 0 is plain decoding, which is measured anyway"
     prices = [(depth, costs.plain_steps(depth, concurrency, context)) for depth in range(1, k + 1)]
     if any(depth + 1 > price for depth, price in prices):
         return None

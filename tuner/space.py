@@ -130,8 +130,11 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
     """A recipe taken apart: one recipe for every setting of the draft's options, k left out.
 
     Raises:
-        RecipeError: There are too many, each of which would have to be priced and traced.
+        RecipeError: There are too many, each of which would have to be priced and traced; or its `tune` section has
+            keys that no search changes.
     """
+    if stray := [key for key in recipe.tune if not key.startswith(("draft.", *SEARCHED))]:
+        raise RecipeError(f"{recipe.name}: tune.{stray[0]}", "a key that is not searched", "draft, length or verify")
     of_draft = {key: _listed(values) for key, values in recipe.tune.items() if key.startswith("draft.") and key != K}
     if recipe.draft is None or not of_draft:
         return {recipe.name: recipe}

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
+from specflow.checkpoint.detection import is_published
+from specflow.errors import CheckpointError
 from specflow.export.pair_checks import check_block, check_match, check_pair
 from specflow.export.recipe_view import HUB_IDS, DraftView, Ledger, RecipeView
 
-__all__ = ["choose_draft", "launched_plainly", "notes_on"]
+__all__ = ["OF_TREES", "choose_draft", "launched_plainly", "notes_on"]
 
 OF_TREES = ("nodes", "branch", "paths", "accuracies", "widths")
+"""Options that say nothing once a tree has become a chain."""
+
+OFFICIAL = ("medusa", "eagle", "eagle2")
+"""Families that `specflow convert` writes in their authors' layout alone."""
 
 
 def choose_draft(view: RecipeView, ledger: Ledger, families: Collection[str], engine: str) -> DraftView | None:
@@ -59,8 +66,23 @@ def notes_on(view: RecipeView, draft: DraftView | None) -> Iterator[str]:
         return
     if "index" not in draft.options and draft.path is None and draft.family != "mtp":
         yield f"the recipe names no trained drafter: put its folder or hub id where {draft.place} stands"
+    if "index" not in draft.options and draft.family != "small_model" and _is_ours(draft.path):
+        layout = "official" if draft.family in OFFICIAL else "speculators"
+        yield (
+            f"{draft.path} has SpecFlow's own layout, which no engine reads: specflow convert {draft.path} --to "
+            f"{layout} -o FOLDER, and FOLDER in its place"
+        )
     found = [*check_block(draft.k, draft.path, draft.family, draft.key("k"))]
     found += check_pair(view.target, draft.path, draft.family, view.recipe.runtime.context)
     if "index" in draft.options:
         found += check_match(draft.match[0], draft.key("min_match"))
     yield from map(str, found)
+
+
+def _is_ours(path: str | None) -> bool:
+    """Whether a local folder holds a drafter as `specflow train` writes it."""
+    folder = Path(path or "")
+    try:
+        return path is not None and (folder / "model.safetensors").is_file() and not is_published(folder)
+    except (CheckpointError, OSError, ValueError):
+        return False

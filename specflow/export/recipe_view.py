@@ -7,10 +7,12 @@ is complete: every key of the recipe that nobody ticked off becomes a `Gap`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specflow.draft.shipped import drafter_path
 from specflow.export.drafter_facts import DrafterFacts, facts_of
 from specflow.export.engines.base import NO_DRAFTER, Gap
 from specflow.recipe import recipe_data
@@ -79,7 +81,7 @@ class DraftView:
         family: Its method where it has one (ngram, suffix, small_model, medusa, mtp, eagle, eagle2, eagle3, dflash,
             dspark, layer_skip, early_exit), else its source.
         k: Most draft tokens of a round; the bonus token is not one of them.
-        path: Local folder, file or hub id of its weights or its model; None where it has none.
+        path: Local folder or file, absolute, or hub id of its weights or its model; None where it has none.
         options: The source's options, defaults too.
         facts: What the weights' own config.json says, where they are a local folder; else what their name says.
     """
@@ -128,7 +130,7 @@ class RecipeView:
 
     Attributes:
         recipe: The recipe itself, for what is asked rarely.
-        target: Hub id, local folder or file of the target, as other engines take it.
+        target: Hub id, or local folder or file, absolute, of the target, as other engines take it.
         drafts: Sources of drafts in order of priority; () decodes plainly.
         combined: "first_of" or "merge" where there are several sources.
         said: Dotted key -> value of all that the recipe says about decoding.
@@ -193,7 +195,7 @@ def view_of(
     usual = [item for part, at in zip(parts, places, strict=True) for item in _usual(part, at)]
     return RecipeView(
         recipe=recipe,
-        target=HUB_IDS.get(recipe.target.model, recipe.target.model),
+        target=_place_of(recipe.target.model),
         drafts=tuple(_draft_view(part, at) for part, at in zip(parts, places, strict=True)),
         combined=policy if parts else None,
         said={key: value for key, value in _said(recipe) if (key, value) not in usual},
@@ -205,9 +207,25 @@ def view_of(
 
 def _draft_view(part: SourceSection, at: str) -> DraftView:
     options = {name: getattr(part, name) for name in part.info.config.model_fields}
-    path = options.get("model") if part.info.axis == "small_model" else options.get(part.info.checkpoint)
+    is_model = part.info.axis == "small_model"
+    name = options.get("model") if is_model else options.get(part.info.checkpoint)
+    path = None if name is None else _place_of(name) if is_model else _place(name, drafter_path)
     family = part.method or part.source
     return DraftView(at, family, part.k, path, options, facts_of(path, family))
+
+
+def _place_of(model: str) -> str:
+    """What other engines call a language model."""
+    return HUB_IDS.get(model) or _place(model, Path)
+
+
+def _place(name: str, find: Callable[[str], Path]) -> str:
+    """An absolute path, wherever the engine is started from; a hub id, or what is not there, as it is."""
+    try:
+        path = find(name).expanduser()
+        return str(path.absolute()) if path.exists() else name
+    except (OSError, RuntimeError, ValueError):  # too long, the home of nobody, or no name of a file at all
+        return name
 
 
 def _usual(part: SourceSection, at: str) -> Iterator[tuple[str, Any]]:

@@ -69,6 +69,21 @@ def test_every_policy(name: str, batch: int, trace: Trace) -> None:
     assert sum(check(trace, recipe_at(path, DEEPEST, each), SteepCosts(), batch) for each in policies) > 0
 
 
+@pytest.mark.parametrize("name", ["dspark", "layer_skip", "history_then_dspark"])
+def test_cuts_that_are_remembered_are_those_of_a_real_run(name: str, trace: Trace) -> None:
+    """One player for several options, each of them twice: what one weighed serves the others."""
+    asked = [
+        recipe_at(ROOT / "recipes" / f"{name}.yaml", DEEPEST, [f"length.{option}", "length.policy=expected_gain"])
+        for option in ("probe=2", "probe=1", "hysteresis=1.5", "trim=false")
+    ]
+    player = Replayer(trace, SteepCosts())
+    for _ in range(2):
+        for recipe in asked:
+            result, real = player.run(ReplayConfig.of(recipe, trace.info)), run_for_real(recipe, SteepCosts())
+            assert [each.rounds for each in result.requests] == real.rounds
+            assert result.drafted > 0
+
+
 @pytest.mark.parametrize("batch", [3])
 @pytest.mark.parametrize("path", DRAFTING, ids=lambda path: path.stem)
 def test_every_recipe_in_batches(path: Path, batch: int, trace: Trace) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fakes import FakeLab, prices, tuned
 
 from specflow.types import Counts
+from tuner.chart import Axes, line_chart
 from tuner.explain import explain
 from tuner.hints import hints_on
 from tuner.report import report
@@ -72,6 +73,12 @@ def test_the_page_is_whole_and_loads_nothing(whole: TuneResult) -> None:
     assert page.outside == []
     assert page.scripts == 0
     assert page.plots == 10  # predicted, round, throughput twice, acceptance twice, context, Pareto, importance, load
+
+
+@pytest.mark.parametrize(("deepest", "ticks"), [(1.0, "0 1"), (3.0, "0 1 2 3"), (48.0, "0 10 20 30 40 50")])
+def test_no_tick_stands_between_two_draft_positions(deepest: float, ticks: str) -> None:
+    drawn = line_chart(Axes("Acceptance", "draft position", "share", counts=True), {"ngram": [(deepest, 0.5)]})
+    assert re.findall(r'font-size="11"[^>]*"middle"[^>]*>([^<]*)<', drawn) == ticks.split()
 
 
 def test_it_says_what_was_found(whole: TuneResult) -> None:

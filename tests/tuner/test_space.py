@@ -100,6 +100,14 @@ def test_too_many_drafters_to_try_are_refused() -> None:
         variants(recipe)
 
 
+def test_keys_that_no_search_changes_are_refused() -> None:
+    recipe = parse_recipe(
+        {"name": "n", "draft": {"method": "ngram", "k": 4}, "tune": {"runtime.batch": {"choices": [1, 2]}}}
+    )
+    with pytest.raises(RecipeError, match=r"tune\.runtime\.batch"):
+        variants(recipe)
+
+
 def test_labels_tell_candidates_apart() -> None:
     one = Candidate.of("é", {K: 3, POLICY: "confidence", "length.threshold": 0.5})
     assert one.label == "é K=3 confidence threshold 0.5"

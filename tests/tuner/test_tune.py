@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes import FakeLab, prices, tuned
+from fakes import FakeLab, plan_of, prices, recipes, tuned
 
 from specflow.errors import DataError
 from specflow.recipe import parse_recipe
-from tuner.budget import BudgetSpent
+from tuner.budget import Budget, BudgetSpent
 from tuner.result import read_result, write_result
+from tuner.tune import tune
 
 
 def test_an_always_wrong_drafter_makes_the_answer_plain_decoding(tmp_path: Path) -> None:
@@ -28,6 +29,17 @@ def test_a_free_oracle_makes_the_answer_the_largest_k(tmp_path: Path) -> None:
     assert found.answer.choice.settings["draft.k"] == 8
     assert found.answer.speed_up.value == pytest.approx(9.0, rel=0.05)
     assert parse_recipe(found.recipe).draft.k == 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("ks", [(0, 4), (0,)])
+def test_k_0_in_a_tune_section_is_plain_decoding(tmp_path: Path, ks: tuple[int, ...]) -> None:
+    """Which is measured anyway, so no trial is spent on it."""
+    lab, some = FakeLab({"good": 0.9}), recipes("good", ks=ks)
+    how = Budget(None, lab.clock), lambda what: None
+    found, _ = tune({"good": some["good"]}, some["vanilla"], lab, plan_of(tmp_path), how)
+    assert [each.choice.candidate.k for each in found.predictions] == [k for k in ks if k]
+    assert found.answer.speculate == any(ks)
+    assert any(ks) or "K = 0 is plain decoding" in found.refused[0].reason
 
 
 def test_the_better_of_two_methods_wins_and_predictions_hold(tmp_path: Path) -> None:

@@ -147,6 +147,11 @@ def test_top_k_of_50_is_written_over() -> None:
     assert read(NAME, json.dumps({"search": {"do_sample": True}})).recipe().sampling.top_k == 50
 
 
+def test_temperature_zero_is_greedy_whatever_do_sample_says() -> None:
+    text = json.dumps({"search": {"do_sample": True, "temperature": 0.0}})
+    assert read(NAME, text).recipe().sampling.temperature == 0.0
+
+
 def test_ngrams_came_after_draft_models() -> None:
     assert "no such method" in gaps(export(NAME, "ngram", version="0.16"))["draft"]
     assert findings(read(NAME, config(ngram_size=3), "0.16"), "ngram_size")[0].severity == "error"

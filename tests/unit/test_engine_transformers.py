@@ -142,6 +142,7 @@ target.generate(**inputs, assistant_model=draft, num_assistant_tokens=5, assista
     assert (recipe.target.model, recipe.draft.k) == ("org/target", 20)  # type: ignore[union-attr]
     right = text.replace("target.generate", "draft.generation_config.num_assistant_tokens = 5\ntarget.generate")
     assert read(NAME, right).recipe().draft.k == 5  # type: ignore[union-attr]
+    assert not findings(imported, "assistant_model")  # it is followed: its value is known
 
 
 def test_a_generation_config_object_is_followed() -> None:
@@ -155,6 +156,13 @@ model.generate(ids, generation_config=config, max_new_tokens=LENGTH)
     recipe = imported.recipe()
     assert (recipe.draft.k, recipe.sampling.temperature) == (7, 1.0)  # type: ignore[union-attr]
     assert findings(imported, "max_new_tokens")[0].severity == "note"
+    assert not findings(imported, "generation_config")
+
+
+def test_temperature_zero_and_sampling_exclude_each_other() -> None:
+    imported = read(NAME, '{"do_sample": true, "temperature": 0.0, "prompt_lookup_num_tokens": 4}')
+    assert errors(imported) == ["temperature"]
+    assert imported.recipe().sampling.temperature == 0.0
 
 
 def test_top_k_of_50_is_written_over() -> None:

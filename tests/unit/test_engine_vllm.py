@@ -52,6 +52,12 @@ def test_import_of_export_means_the_same_for_shipped_recipes(recipe: Recipe, dia
     round_trip(ENGINE, recipe, dialect)
 
 
+def test_a_factor_above_k_comes_back_as_k() -> None:
+    data = {"draft": {"method": "suffix", "k": 1}, "length": {"policy": "match", "per_match": 2.0}}
+    done = round_trip(ENGINE, parse_recipe(data), NOW)
+    assert spec_of(done)["suffix_decoding_max_spec_factor"] == 1.0
+
+
 @given(recipes())
 @settings(max_examples=60, deadline=None, suppress_health_check=STARVED)
 def test_import_of_export_means_the_same(recipe: Recipe) -> None:
@@ -217,6 +223,26 @@ class TestTraps:
         done = read({"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B", "num_speculative_tokens": 3})
         assert done.data["draft"]["method"] == "eagle"
         assert finding(done, "method").fix == '"method": "eagle"'
+
+    @pytest.mark.parametrize(
+        ("model", "method"),
+        [("pkg.proposers.Mine", "custom_class"), ("org/ngram-draft", "draft_model"), ("ngram", "ngram")],
+    )
+    def test_guesses_are_those_of_its_source(self, model: str, method: str) -> None:
+        done = read({"model": model, "num_speculative_tokens": 3})
+        assert [each.fix for each in done.findings if each.where == "method" and each.severity == "warning"] == [
+            f'"method": "{method}"'
+        ]
+        assert ("draft" in done.data) == (method != "custom_class")
+
+    @pytest.mark.parametrize(("method", "recipe"), [("draft_model", "small_model"), ("mtp", "mtp")])
+    def test_a_name_goes_over_the_method_that_is_asked_for(self, method: str, recipe: str) -> None:
+        done = read({"method": method, "model": "org/my-dflash-sized", "num_speculative_tokens": 3})
+        assert done.data["draft"]["method"] == "dflash"
+        assert "whatever method says" in finding(done, "method").meaning
+        key = "model" if recipe == "small_model" else "weights"
+        notes = ENGINE.export(view_of(load_recipe(recipe, [f"draft.{key}=org/my-dflash-sized"])), NOW).notes
+        assert any("reads dflash in the name" in note for note in notes)
 
     def test_medusa_is_gone(self) -> None:
         spec = {"method": "medusa", "model": "m", "num_speculative_tokens": 3}

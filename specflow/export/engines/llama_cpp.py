@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specflow.export.declared_batch import lacks_schedule, length_at_batch
-from specflow.export.draft_choice import notes_on
+from specflow.export.draft_choice import OF_TREES, notes_on
 from specflow.export.engines.base import NO_DRAFTER, Dialect, Exported, Given, Imported
 from specflow.export.engines.llama_cpp_flags import DIALECTS, rank_of, spelling
 from specflow.export.engines.llama_cpp_read import read_command
@@ -88,7 +87,7 @@ def _word(value: object) -> str:
 
 def _put_model(command: _Command, place: str, file: str, hub: str) -> None:
     """A model by its file, or by a repository of the hub."""
-    is_file = place.endswith(".gguf") or not _HUB_ID.fullmatch(place) or Path(place).exists()
+    is_file = place.endswith(".gguf") or not _HUB_ID.fullmatch(place)
     command.put(file if is_file else hub, place)
     if place != NO_DRAFTER and not place.endswith(".gguf"):
         what = "a GGUF file, which convert_hf_to_gguf.py makes" if is_file else "a repository with GGUF files"
@@ -247,7 +246,7 @@ def _put_model_drafts(command: _Command, draft: DraftView, length: int) -> None:
     ledger.says(draft.key("model"), draft.key("weights"))
     if not draft.is_chain:
         ledger.lacks(draft.key("shape"), f"a chain of {length}", draft.shape)
-        ledger.says(*(draft.key(name) for name in ("nodes", "branch", "paths", "accuracies", "widths")))
+        ledger.says(*(draft.key(name) for name in OF_TREES))
     if draft.options.get("confidence_head"):
         ledger.lacks(draft.key("confidence_head"), "not used: a draft ends by draft probability alone", True)
     for name in ("dtype", "device"):

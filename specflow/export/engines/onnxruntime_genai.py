@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from specflow.export.declared_batch import lacks_schedule, length_at_batch
-from specflow.export.draft_choice import choose_draft, notes_on
+from specflow.export.draft_choice import OF_TREES, choose_draft, notes_on
 from specflow.export.engines.base import Dialect, Exported, Given, Imported
 from specflow.export.engines.onnxruntime_genai_read import LARGEST_SEED, MOST, read_onnxruntime_genai
 from specflow.export.recipe_view import Ledger
@@ -145,7 +145,7 @@ def _draft(view: RecipeView, draft: DraftView, notes: list[str], ledger: Ledger)
         notes.append("`specflow export onnx` of this recipe writes such a folder with the draft model in it, as genai")
         if not draft.is_chain:
             ledger.lacks(draft.key("shape"), f"a chain of {options['max_draft_tokens']}", draft.shape)
-            ledger.says(*(draft.key(name) for name in ("nodes", "branch", "paths", "accuracies", "widths")))
+            ledger.says(*(draft.key(name) for name in OF_TREES))
         for name in ("dtype", "device"):
             if draft.key(name) in view.said:
                 ledger.lacks(draft.key(name), "as the target: both run on the same provider")

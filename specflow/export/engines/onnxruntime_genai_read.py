@@ -71,7 +71,8 @@ class _Reader:
         search = self._search
         section: dict[str, Any] = {"temperature": 0.0}
         if search.truth("do_sample"):
-            section["temperature"] = search.number("temperature", 0.0, 1e6) or 1.0
+            warm = search.number("temperature", 0.0, 1e6)
+            section["temperature"] = 1.0 if warm is None else warm
             top_k = search.whole("top_k")
             section["top_k"] = _TOP_K if top_k is None else top_k
             if top_k is None:

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from specflow.export.declared_batch import lacks_schedule, length_at_batch
-from specflow.export.draft_choice import choose_draft, notes_on
+from specflow.export.draft_choice import OF_TREES, choose_draft, notes_on
 from specflow.export.engines.base import Dialect, Exported, Given, Imported
 from specflow.export.engines.openvino_genai_read import most_candidates, read_openvino_genai
 from specflow.export.recipe_view import Ledger
@@ -194,7 +194,7 @@ def _look_up(
 
 def _tree(view: RecipeView, draft: DraftView, length: int, ledger: Ledger) -> dict[str, Any]:
     """EAGLE-3 grows a tree level by level; it samples along chains only."""
-    ledger.says(*(draft.key(name) for name in ("nodes", "branch", "paths", "accuracies", "widths")))
+    ledger.says(*(draft.key(name) for name in OF_TREES))
     if view.policy == "fixed":
         ledger.says("length")
     if draft.shape != "beam" or not view.greedy or draft.family != "eagle3":

@@ -7,6 +7,7 @@ they are the upper ends. A wrong guess turns the policy upside down, so for thos
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +64,7 @@ class TensorRTLLM:
         if "target.trust_remote_code" in view.said:
             command.append("--trust_remote_code")
             ledger.says("target.trust_remote_code")
-        head = f"# {' '.join(command)}\n# TensorRT-LLM {dialect.versions}\n"
+        head = f"# {shlex.join(command)}\n# TensorRT-LLM {dialect.versions}\n"
         head += "".join(f"# {line}\n" for line in _meaning(settings, dialect))
         return Exported(
             engine=self.name,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specflow.export.declared_batch import lacks_schedule, length_at_batch
-from specflow.export.draft_choice import choose_draft, launched_plainly, notes_on
+from specflow.export.draft_choice import OF_TREES, choose_draft, launched_plainly, notes_on
 from specflow.export.engines.base import Dialect, Exported, Given, Imported
 from specflow.export.engines.transformers_read import read_transformers
 from specflow.export.engines.transformers_script import SCRIPT
@@ -156,7 +156,7 @@ def _draft(view: RecipeView, draft: DraftView, plan: _Plan, ledger: Ledger) -> N
         return
     if not draft.is_chain:
         ledger.lacks(draft.key("shape"), f"a chain of {length}: transformers verifies no trees", draft.shape)
-        ledger.says(*(draft.key(name) for name in ("nodes", "branch", "paths", "accuracies", "widths")))
+        ledger.says(*(draft.key(name) for name in OF_TREES))
     if draft.family in _HISTORY:
         _look_up(draft, length, plan, ledger)
     elif draft.family == "early_exit":

@@ -129,7 +129,10 @@ class _Reader:
         fields = self._settings
         section: dict[str, Any] = {"temperature": 0.0}
         if fields.truth("do_sample"):
-            section["temperature"] = fields.number("temperature", 0.0, 1e6) or 1.0
+            warm = fields.number("temperature", 0.0, 1e6)
+            if warm == 0.0:
+                self._find("error", "temperature", warm, "0 and do_sample: refused; read as greedy", "do_sample=False")
+            section["temperature"] = 1.0 if warm is None else warm
             top_k = fields.whole("top_k")
             section["top_k"] = _TOP_K if top_k is None else top_k
             if top_k is None:

@@ -237,10 +237,15 @@ class _Reader:
                 given = value.items() if isinstance(value, dict) else ()
                 found.update({key: each for key, each in given if isinstance(key, str)})
             elif value is _UNKNOWN:
-                self.said.unread.append(keyword.arg)
+                if not self._is_followed(keyword.value):
+                    self.said.unread.append(keyword.arg)
             else:
                 found[keyword.arg] = value
         return found
+
+    def _is_followed(self, value: ast.expr) -> bool:
+        """Whether it is the name of a model or of a generation config, which are read where they are made."""
+        return isinstance(value, ast.Name) and (value.id in self._models or value.id in self._configs)
 
     def _constant(self, value: ast.expr) -> Any:
         if isinstance(value, ast.Name):

@@ -12,7 +12,14 @@ from typing import Any
 
 from specflow.export.draft_choice import choose_draft, notes_on
 from specflow.export.engines.base import Dialect, Exported, Given, Imported
-from specflow.export.engines.vllm_reader import METHOD_OF, METHODS, V2_SCHEDULES, read_vllm
+from specflow.export.engines.vllm_reader import (
+    BY_NAME,
+    METHOD_OF,
+    METHODS,
+    V2_SCHEDULES,
+    named_like,
+    read_vllm,
+)
 from specflow.export.recipe_view import DraftView, Ledger, RecipeView
 from specflow.export.sampling_request import request_file, server_defaults
 from specflow.recipe_yaml import write_yaml
@@ -107,7 +114,7 @@ def _suffix(view: RecipeView, draft: DraftView, ledger: Ledger) -> dict[str, Any
     if shortest > 1:
         ledger.lacks(draft.key("min_match"), "a match of one token drafts")
     ledger.says(draft.key("max_match"), draft.key("share"))
-    per_match = view.recipe.length.options.get("per_match", float(draft.k))
+    per_match = min(float(draft.k), view.recipe.length.options.get("per_match", float(draft.k)))
     return {
         "suffix_decoding_max_tree_depth": longest + draft.k,
         "suffix_decoding_max_cached_requests": 10_000 if draft.options["share"] else 0,
@@ -157,6 +164,9 @@ def _notes(view: RecipeView, draft: DraftView | None) -> Iterator[str]:
         yield "suffix decoding needs arctic-inference==0.1.1"
     if draft.family == "mtp" and draft.path is None:
         yield "the MTP modules are the target's own"
+    model = draft.path or (view.target if draft.family == "mtp" else "")
+    if METHOD_OF[draft.family] in BY_NAME and (other := named_like(model)) is not None:
+        yield f"vLLM reads {other} in the name {model}, whatever method says: give it a name without it"
     if draft.family == "dspark" and view.policy == "expected_gain":
         yield "adaptive verification needs full CUDA graphs, no LoRA and no pipeline parallelism"
     elif view.schedule and view.policy == "expected_gain":

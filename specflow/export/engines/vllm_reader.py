@@ -17,7 +17,7 @@ from specflow.export.recipe_view import Step
 from specflow.export.sampling_request import read_defaults
 from specflow.recipe import nearest
 
-__all__ = ["METHODS", "METHOD_OF", "V2_SCHEDULES", "read_vllm"]
+__all__ = ["BY_NAME", "METHODS", "METHOD_OF", "V2_SCHEDULES", "named_like", "read_vllm"]
 
 METHOD_OF = {
     "ngram": "ngram",
@@ -41,6 +41,9 @@ METHODS = {"current": _CURRENT, "with medusa": _CURRENT | {"medusa"}}
 
 V2_SCHEDULES = ("suffix", "medusa", "dspark")
 """Families whose batch schedule Model Runner V1 drops with a warning."""
+
+BY_NAME = ("draft_model", "mtp")
+"""Methods that the name of the drafter overrules."""
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER=1 in the environment"
 
@@ -162,6 +165,22 @@ def _sampling(server: Fields) -> dict[str, Any]:
     return read_defaults(given or {}, "override-generation-config")
 
 
+def _guessed(model: str) -> str:
+    """Method that vLLM takes where none is said."""
+    parts = model.split(".")
+    if len(parts) > 1 and all(part.isidentifier() for part in parts):
+        return "custom_class"
+    if model in ("ngram", "[ngram]"):
+        return "ngram"
+    return named_like(model) or "draft_model"
+
+
+def named_like(model: str) -> str | None:
+    """Method that vLLM reads in the name of a model; it goes over those of `BY_NAME`, even where they are asked for."""
+    order = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
+    return next((method for word, method in order if word in model.lower()), None)
+
+
 class _Reader:
     """Reads one speculative mapping; `findings` grows as it does.
 
@@ -250,16 +269,12 @@ class _Reader:
         if method is not None:
             if method not in (*FAMILY_OF, "extract_hidden_states", "custom_class", "mlp_speculator", "mtp"):
                 self._say("error", "method", method, "unknown: vLLM refuses it", nearest(method, FAMILY_OF))
+            if method in BY_NAME and (other := named_like(model)) is not None:
+                meaning = f"vLLM reads {other} in the name of the model, whatever method says"
+                self._say("warning", "method", method, meaning, "a name without it")
+                return other
             return method.strip("[]")
-        name = model.lower()
-        order = (
-            ("ngram", "ngram"),
-            ("eagle-", "eagle"),
-            ("eagle3", "eagle3"),
-            ("dflash", "dflash"),
-            ("dspark", "dspark"),
-        )
-        guessed = next((found for word, found in order if word in name), "draft_model")
+        guessed = _guessed(model)
         meaning = f"vLLM guesses from the name of the model, here {guessed}"
         self._say("warning", "method", "none", meaning, f'"method": "{guessed}"')
         return guessed
