@@ -20,12 +20,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 from drafter_tables import publish
 
-from specflow.bench.data import load_prompts
+from specflow.bench.data import PromptRow, load_prompts
 from specflow.build import LoadedTarget, build_engine, load_target
 from specflow.files import write_json_atomic, write_text_atomic
 from specflow.measure import merge_counts, metrics
@@ -96,7 +97,7 @@ def wanted(names: Sequence[str], settings: Sequence[str], sets: Sequence[str]) -
 
 def measure(recipe: Recipe, loaded: LoadedTarget, data: Path, limit: int) -> dict[str, Any]:
     """Decode the first prompts of a set."""
-    rows, _ = load_prompts([data], limit)
+    rows = chats(data, limit)
     engine = build_engine(recipe, loaded)
     prompts = [engine.codec.encode_chat(row.messages(0, [])) for row in rows]
     seeded = [recipe.sampling.model_copy(update={"seed": number}) for number in range(len(prompts))]
@@ -104,6 +105,22 @@ def measure(recipe: Recipe, loaded: LoadedTarget, data: Path, limit: int) -> dic
     made = engine.generate(prompts, seeded)
     found = metrics(merge_counts(each.counts for each in made))
     return {"prompts": len(prompts), "seconds": round(perf_counter() - began, 1), **found}
+
+
+def chats(data: Path, limit: int) -> list[PromptRow]:
+    """The first rows of a set. HumanEval's have the bare prompt beside the chat's turns; the chat counts."""
+    with TemporaryDirectory() as folder:
+        copy = Path(folder, data.name)
+        with copy.open("w", encoding="utf-8") as file:
+            for line in data.read_text(encoding="utf-8").splitlines():
+                row = json.loads(line)
+                if "turns" in row:
+                    row.pop("prompt", None)
+                file.write(json.dumps(row) + "\n")
+        rows, bad = load_prompts([copy], limit)
+    if bad or not rows:
+        raise SystemExit(f"{data}: {len(rows)} usable rows; {bad[0].reason if bad else 'it is empty'}")
+    return rows
 
 
 def measure_cost(name: str) -> None:

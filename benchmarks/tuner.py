@@ -148,10 +148,10 @@ def _rates(race: Race) -> dict[Candidate, float]:
 
 
 def _replay_rate(scorer: ReplayScorer, space: Space) -> float:
-    """Configurations a second, over all that can be replayed."""
+    """Configurations a second, over all that can be replayed, each of them once at least."""
     candidates = [each for each in space.listed(10_000) if _score(scorer, each) is not None]
     began, done = perf_counter(), 0
-    while perf_counter() - began < LEAST_S and candidates:
+    while candidates and (done < len(candidates) or perf_counter() - began < LEAST_S):
         scorer.score(candidates[done % len(candidates)], 1)
         done += 1
     return done / (perf_counter() - began)

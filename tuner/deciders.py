@@ -368,7 +368,7 @@ def _depth(served: Served, row: int, at: int, budget: DraftBudget) -> int:
     most = min(budget.tokens[row], served.k)
     if served.tree:
         return most
-    most = min(most, served.drafts.lengths[at])
+    most = min(most, int(served.drafts.lengths[at]))
     matched = _matched(served, at)
     return min(most, budget.most(row, matched)) if most and matched else most
 

@@ -10,7 +10,7 @@ from specflow.checkpoint.dflash import DEEPSPEC, SPECFORGE, backbone_deepspec, b
 from specflow.checkpoint.eagle import eagle1_layout, eagle3_layout, eagle3_speculators, is_eagle1, is_eagle3
 from specflow.checkpoint.files import weight_pickles
 from specflow.checkpoint.keys import Keys
-from specflow.checkpoint.layout import Layout
+from specflow.checkpoint.layout import Layout, TargetFacts
 from specflow.checkpoint.medusa import is_medusa, medusa_layout
 from specflow.checkpoint.mtp import is_mtp, mtp_layout, mtp_speculators
 from specflow.errors import CheckpointError
@@ -43,6 +43,9 @@ _REFUSED_KINDS = {
     "eagle": "an EAGLE-1 drafter in a layout that speculators has given up",
     "mlp": "an MLP speculator",
 }
+_WIDE = ("hidden_norm.weight", "fc.weight", "mtp.fc.weight", "mtp.0.fc.weight", "0.0.linear.weight")
+"""Tensors of ours whose rows are as many as the target's states are wide."""
+_UNCOMPARED = "which tensors this layout has depends on the target: they are compared when a recipe runs it"
 _TRAIL = "speculators, DSpark, DFlash, EAGLE-3, EAGLE, Medusa or MTP"
 
 
@@ -125,7 +128,9 @@ def _native(stored: Stored, config: Keys) -> Layout:
         source, method = "eagle", "eagle3" if stored.under("midlayer.") else "eagle2"
     elif stored.under("0."):
         source = method = "medusa"
-    return Layout("native", source, method, stored.path, dict(config.values))
+    width = next((stored.shape(name)[0] for name in _WIDE if stored.shape(name)), None)
+    facts = TargetFacts(hidden_size=width)
+    return Layout("native", source, method, stored.path, dict(config.values), target=facts, notes=(_UNCOMPARED,))
 
 
 def _speculators(stored: Stored, config: Keys, kind: str) -> Layout:

@@ -22,6 +22,8 @@ __all__ = ["is_mtp", "mtp_layout", "mtp_speculators"]
 _READINGS = READINGS | {"order", "hidden", "recycle", "zero_first", "unrolled", "offset_norms"}
 _PLAIN_NORMS = ("llama", "mistral", "qwen2", "qwen3", "mimo", "deepseek_v3", "deepseek_v32", "glm4_moe")
 """Families that store the gains of norms as they are; Qwen3-Next and what came after it store them less 1."""
+_MAYBE_OFFSET = ("mtp-qwen", "mtp-speculators")
+"""Layouts in which such families are published; DeepSeek's names and MiMo's go with plain gains."""
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
@@ -150,7 +152,8 @@ def _layout(stored: Stored, config: Keys, said: _Said) -> Layout:
             *block_tensors((f"{ours}.layers.0", module.block), sizes, stored),
         ]
     family = config.text("model_type") or "llama"
-    options = {"num_modules": len(said.modules), "offset_norms": family not in _PLAIN_NORMS, **said.options, **shape}
+    offset = said.name in _MAYBE_OFFSET and family not in _PLAIN_NORMS
+    options = {"num_modules": len(said.modules), "offset_norms": offset, **said.options, **shape}
     if options["num_modules"] > 64:
         raise CheckpointError(config.where, f"{len(said.modules)} modules", "at most 64")
     layers = config.maybe_whole("num_hidden_layers")

@@ -10,6 +10,7 @@ from specflow.checkpoint.detection import layout_of
 from specflow.checkpoint.files import open_stored
 from specflow.checkpoint.fitting import misfits
 from specflow.checkpoint.layout import TargetFacts
+from specflow.checkpoint.native import checked_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,6 +172,8 @@ def inspect_checkpoint(path: str | Path, target: str | None = None) -> Report:
     """
     stored = open_stored(path)
     layout = layout_of(stored)
+    if layout.is_native and layout.source:
+        checked_options(layout.source, layout.options, layout.path)
     facts = None if target is None else _target_facts(target)
     layers = layout.target.num_layers if facts is None else facts.num_layers
     return Report(

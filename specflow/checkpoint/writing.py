@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ValidationError
-
 from specflow.checkpoint.layout import read
+from specflow.checkpoint.native import checked_options
 from specflow.checkpoint.write_block import write_official_block, write_speculators_block
 from specflow.checkpoint.write_drafter import StoredDrafter, Supply
 from specflow.checkpoint.write_eagle import write_official_eagle, write_speculators_eagle
 from specflow.checkpoint.write_heads import refuse_speculators_heads, write_official_heads
 from specflow.checkpoint.write_mtp import refuse_official_mtp, write_speculators_mtp
 from specflow.checkpoint.write_parts import Scene, Written
-from specflow.draft.registry import discover
 from specflow.errors import CheckpointError, DataError
 from specflow.files import claim_directory, replacing, write_json_atomic
 from specflow.target.load import read_json
@@ -54,13 +52,7 @@ def open_drafter(path: Path | str) -> StoredDrafter:
         file = found.layout.path / "config.json"
         options = read_json(file) if file.is_file() else {}
         source = _native_source(found.tensors, options) or _refuse_unknown(path, found.tensors)
-    config = discover()[source].config
-    try:
-        return StoredDrafter(source, config.model_validate(options), found.tensors, str(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "its options"
-        raise CheckpointError(f"{path}/config.json", f"{key}: {first['msg']}", f"options of source {source}") from error
+    return StoredDrafter(source, checked_options(source, options, path), found.tensors, str(path))
 
 
 def _native_source(names: Iterable[str], options: Mapping[str, Any]) -> str | None:

@@ -65,9 +65,11 @@ def _open(path: str) -> tuple[StoredDrafter, str | None]:
     """The drafter, and the model it was trained for where a recipe beside it says so."""
     from dataclasses import replace
 
+    from specflow.checkpoint.detection import is_published
     from specflow.checkpoint.writing import open_drafter
     from specflow.draft.checkpoint import read_options
     from specflow.draft.shipped import drafter_path
+    from specflow.errors import RecipeError
     from specflow.recipe import load_recipe
 
     place = drafter_path(path)
@@ -75,7 +77,13 @@ def _open(path: str) -> tuple[StoredDrafter, str | None]:
     file = place / _RECIPE
     if not file.is_file():
         return stored, None
-    recipe = load_recipe(str(file))
+    try:
+        recipe = load_recipe(str(file))
+    except RecipeError as error:
+        if not is_published(place):
+            raise
+        typer.echo(f"note: {file} is no recipe of ours and is not read ({error.found})", err=True)
+        return stored, None
     parts = recipe.draft.parts if recipe.draft is not None else ()
     mine = [part for part in parts if getattr(part.options, "weights", None) is not None]
     if len(mine) != 1:

@@ -43,8 +43,8 @@ def vanilla(loaded: LoadedTarget) -> list[tuple[int, ...]]:
     return [made.tokens for made in decode(build_engine(load_recipe("vanilla", COMMON), loaded), 8)]
 
 
-def test_every_family_has_one_and_all_are_small() -> None:
-    assert {"medusa", "medusa_markov", "mtp", "eagle3", "dflash", "dspark", "small_model"} <= set(NAMES)
+def test_all_together_are_small_and_have_recipes() -> None:
+    assert {"eagle3", "mtp"} <= set(NAMES)
     assert sum((path / "model.safetensors").stat().st_size for path in shipped_drafters().values()) <= MOST_BYTES
     assert all(path.is_file() for path in trained_recipes().values())
 

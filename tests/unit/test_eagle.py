@@ -120,8 +120,8 @@ def test_a_checkpoint_with_embedding_and_head_uses_its_own(tmp_path: Path) -> No
     assert torch.equal(own.score(rows), rows @ found["lm_head.weight"].double().T)
     assert torch.equal(borrowed.score(rows), TARGET.score(rows))
     ids = torch.tensor([[5, -1]])
-    assert torch.equal(own._embed(ids)[0, 0], found["embed_tokens.weight"][5].double())
-    assert torch.equal(borrowed._embed(ids), TARGET.embed(ids))
+    assert torch.equal(own.embed(ids)[0, 0], found["embed_tokens.weight"][5].double())
+    assert torch.equal(borrowed.embed(ids), TARGET.embed(ids))
 
 
 def test_left_over_tensors_are_refused(tmp_path: Path) -> None:

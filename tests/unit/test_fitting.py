@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from toy_training import toy_recipe, toy_records, toy_run, toy_target, write_cor
 from specflow.build import LoadedTarget
 from specflow.train.batch import Batch
 from specflow.train.fitting import fit_start, pairings_of
-from specflow.train.run import Session, TrainingRun
+from specflow.train.run import TrainingRun
+from specflow.types import Features
 
 FAMILIES = {
     "mtp": {"method": "mtp", "k": 2},
@@ -56,16 +58,34 @@ def test_the_layer_solves_the_normal_equations(family: str, loaded: LoadedTarget
         assert slope.abs().max() < 1e-3 * (inputs.t() @ wanted).abs().max()
 
 
-@pytest.mark.parametrize("family", ["mtp", "medusa"])
-def test_what_is_fitted_foretells_more(family: str, loaded: LoadedTarget, corpus: Path, tmp_path: Path) -> None:
-    """Pairs are those of inference: an off-by-one in them would leave the figure where it was."""
-    lengths = {}
-    for start in ("target", "fitted"):
-        run = begun(loaded, corpus, tmp_path / start, FAMILIES[family], start)
-        for _ in run.go(Session(100, 100)):
-            pass
-        lengths[start] = run.finish()["accept_rate"][0]
-    assert lengths["fitted"] > 2 * lengths["target"]
+def turning(batch: Batch) -> Batch:
+    """The batch with states that turn by one and the same rotation from position to position."""
+    numbers = torch.Generator().manual_seed(3)
+    width = batch.hidden.shape[2]
+    turn = torch.linalg.qr(torch.randn(width, width, generator=numbers)).Q
+    rows = [torch.randn(len(batch.tokens), width, generator=numbers)]
+    rows[0] *= width**0.5 / rows[0].norm(dim=1, keepdim=True)
+    while len(rows) < batch.tokens.shape[1]:
+        rows.append(rows[-1] @ turn)
+    return replace(batch, features=Features({}, hidden_post=torch.stack(rows, 1)))
+
+
+def test_pairs_are_those_of_inference(loaded: LoadedTarget, corpus: Path, tmp_path: Path) -> None:
+    """States that follow each other linearly are foretold exactly: head k the one k on, a step the next one."""
+    heads = begun(loaded, corpus, tmp_path / "medusa", FAMILIES["medusa"], "target")
+    steps = begun(loaded, corpus, tmp_path / "mtp", FAMILIES["mtp"], "target")
+    made = [turning(batch) for batch in batches(heads)]
+    network, module = heads._trainee.trainable.network, steps._trainee.trainable.network
+    fit_start(network, made)
+    fit_start(module, made)
+    hidden = made[0].hidden
+    for k, blocks in enumerate(network.blocks, 1):  # type: ignore[arg-type, var-annotated]
+        assert torch.allclose(blocks(hidden[0, 2]), hidden[0, 2 + k], atol=0.05)
+        assert not torch.allclose(blocks(hidden[0, 2]), hidden[0, 3 + k], atol=0.5)
+    step = module.steps[0]  # type: ignore[index]
+    embedded = module.embed(made[0].tokens[:1, 3])  # type: ignore[operator]
+    found = step.norm(step.fc(step.pair(embedded, hidden[:1, 2])))
+    assert torch.allclose(found[0], hidden[0, 3], atol=0.05)
 
 
 def test_a_drafter_without_such_a_layer_says_so(

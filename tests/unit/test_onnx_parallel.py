@@ -48,8 +48,11 @@ BLOCK: dict[str, object] = {"taps": TAPS, "num_layers": 2}
 SPARK: dict[str, object] = {**BLOCK, "corrector_rank": 6}
 CASES: dict[str, Case] = {
     "medusa": (MEDUSA, {"num_heads": K}),
-    "medusa-own": (MEDUSA, {"num_heads": K, "own_heads": True, "num_layers": 2, "confidence_head": True}),
-    "medusa-reduced": (MEDUSA, {"num_heads": K, "draft_vocab_size": 23, "num_layers": 0, "projection": True}),
+    "medusa-own": (
+        MEDUSA,
+        {"num_heads": K, "own_heads": True, "num_layers": 2, "confidence_head": True, "projection": True},
+    ),
+    "medusa-reduced": (MEDUSA, {"num_heads": K, "draft_vocab_size": 23, "num_layers": 0}),
     "medusa-gated": (MEDUSA, {"num_heads": K, "corrector": "gated", "corrector_rank": 5, "confidence_head": True}),
     "dflash": (DFLASH, BLOCK),
     "dflash-causal": (DFLASH, {**BLOCK, "causal": True, "num_kv_heads": 1, "num_heads": 2, "head_width": 12}),
