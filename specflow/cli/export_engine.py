@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["export_engine"]
 
 ACCEPTANCE = 0.7
+GAINS = "expected_gain"
+"""The policy by which measured costs decide; what another one says is not overruled."""
 
 
 def export_engine(
@@ -68,6 +70,9 @@ def _view(recipe: Recipe, profile: Path | None, acceptance: float) -> tuple[Reci
     costs = _costs(recipe, profile)
     if costs is None or recipe.draft is None or not recipe.draft.k:
         return view_of(recipe, costs), []
+    if recipe.length.policy != GAINS:
+        said = f"length.policy {recipe.length.policy}: draft lengths do not follow the profile"
+        return view_of(recipe, costs), [f"{said}; --set length.policy={GAINS} does"] if profile is not None else []
     contexts = sorted({timing.context for timing in costs.target})
     context = contexts[len(contexts) // 2]
     schedule = batch_schedule(costs, recipe.draft.k, acceptance, context)

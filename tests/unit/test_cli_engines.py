@@ -55,6 +55,17 @@ def test_a_profile_becomes_a_batch_schedule(profile: str) -> None:
     assert "[[1, 16, 0]]" in " ".join(never["command"])
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt_llm", "llama_cpp"])
+def test_a_profile_overrules_no_fixed_length(profile: str, engine: str) -> None:
+    words = ("export", "engine", engine, "eagle3", "--set", "draft.k=3", "--set", "length.policy=fixed", "--json")
+    plain = json.loads(call(*words).stdout)
+    done = json.loads(call(*words, "--profile", profile, "--acceptance", "0").stdout)
+    assert (done["command"], done["files"]) == (plain["command"], plain["files"])
+    assert [note for note in done["notes"] if note not in plain["notes"]] == [
+        "length.policy fixed: draft lengths do not follow the profile; --set length.policy=expected_gain does"
+    ]
+
+
 def test_files_are_written_with_a_script_that_starts_them(profile: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     call("export", "engine", "sglang", *DSPARK, "--profile", profile, "-o", str(out))

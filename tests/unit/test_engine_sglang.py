@@ -376,6 +376,14 @@ class TestTraps:
         assert read("--speculative-num-steps 3").findings[0].severity == "warning"
 
 
+def test_ngram_uses_no_draft_model() -> None:
+    words = ("--model-path", "t", "--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "d")
+    done = ENGINE.read(Given(argv=("python", "-m", "sglang.launch_server", *words)), ENGINE.dialects[0])
+    (found,) = [each for each in done.findings if each.where == "--speculative-draft-model-path"]
+    assert "not used" in found.meaning
+    assert done.recipe().draft is not None
+
+
 def test_a_yaml_file_is_read() -> None:
     text = "model-path: t\nspeculative-algorithm: NGRAM\nspeculative-num-draft-tokens: 9\ncontext_length: 512\n"
     done = ENGINE.read(Given(text=text, name="f.yaml"), NOW)

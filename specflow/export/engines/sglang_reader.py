@@ -150,6 +150,10 @@ class _Reader:
             self._say(
                 "note", "--speculative-algorithm", algorithm, "without a draft model: the target's own MTP modules"
             )
+        if family == "suffix" and path is not None:
+            meaning = "not used: NGRAM drafts from earlier text"
+            self._say("note", "--speculative-draft-model-path", path, meaning, "leave it out")
+            path = None
         self._family = family
         found = {**self._sizes(path), **({} if path is None else self._weights(path))}
         self.findings += check_block(self._k, path, family, TOKENS)
