@@ -71,8 +71,9 @@ class Drafter:
 
     def cost(self) -> tuple[float, float] | None:
         """Seconds of drafting a whole block and of a plain pass, one request."""
-        if (found := self.found.get("cost")) is None:
+        if "cost" not in self.found:
             return None
+        found = self.found["cost"]["seconds"]
         drafts = [each for each in found["draft"] if each["batch"] == 1]
         plain = next(each for each in found["target"] if each["rows"] == 1 and each["batch"] == 1)
         return max(drafts, key=lambda each: each["depth"])["median_s"], plain["median_s"]

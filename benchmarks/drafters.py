@@ -62,8 +62,7 @@ def ship(run: Path, name: str) -> None:
         if file.is_file() and file.name not in ("recipe.yaml", "training.json"):
             shutil.copyfile(file, target / file.name)
     training = json.loads((run / "training.json").read_text())
-    for session in training["sessions"]:
-        session["argv"] = [Path(word).name if word.startswith(("/", ".")) else word for word in session["argv"]]
+    training["sessions"] = [without_folders(session) for session in training["sessions"]]
     write_json_atomic(target / "training.json", training)
     write_text_atomic(target / "recipe.yaml", _recipe_text(load_recipe(run / "recipe.yaml"), f"{DRAFTERS.name}/{name}"))
     for stale in (FIGURES / name).glob("*.json"):  # of the weights that were there before
@@ -123,26 +122,25 @@ def chats(data: Path, limit: int) -> list[PromptRow]:
     return rows
 
 
+def without_folders(provenance: dict[str, Any]) -> dict[str, Any]:
+    """Where a figure comes from, without the folders of the machine."""
+    argv = [Path(word).name if word.startswith(("/", ".")) else word for word in provenance["argv"]]
+    files = {Path(path).name: digest for path, digest in provenance["files"].items()}
+    return {**provenance, "argv": argv, "files": files}
+
+
 def measure_cost(name: str) -> None:
     """What a draft costs beside a plain pass, by `specflow profile`."""
     file = FIGURES / name / "cost.json"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "specflow",
-            "profile",
-            f"{DRAFTERS.name}/{name}",
-            "--contexts",
-            "256",
-            "--batches",
-            "1",
-        ]
-        changes = [word for change in COMMON[:2] for word in ("--set", change)]
-        subprocess.run(
-            [*command, "--batches", "1", "--rows", "1,2,4,8", *changes, "-o", str(file)], check=True, cwd=ROOT
-        )
+    if file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    plan = ["--contexts", "256", "--batches", "1", "--rows", "1,2,4,8"]
+    changes = [word for change in COMMON[:2] for word in ("--set", change)]
+    command = [sys.executable, "-m", "specflow", "profile", f"{DRAFTERS.name}/{name}", *plan, *changes]
+    subprocess.run([*command, "-o", str(file)], check=True, cwd=ROOT)
+    found = json.loads(file.read_text())
+    write_json_atomic(file, {**found, "provenance": without_folders(found["provenance"])})
 
 
 def measure_all(options: argparse.Namespace) -> None:
@@ -164,9 +162,7 @@ def keep(loaded: LoadedTarget, what: tuple[str, str, str], data: Path, sizes: tu
     if file.exists():
         return
     found = measure(recipe_of(name, setting, tokens), loaded, data, limit)
-    provenance = asdict(Provenance.collect(str(loaded.target.info.device), [0], [data]))
-    provenance["argv"] = [Path(word).name for word in provenance["argv"]]
-    provenance["files"] = {Path(path).name: digest for path, digest in provenance["files"].items()}
+    provenance = without_folders(asdict(Provenance.collect(str(loaded.target.info.device), [0], [data])))
     facts = {"drafter": name, "setting": setting, "set": each, "limit": limit, "tokens": tokens, **found}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(file, {**facts, "provenance": provenance})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from specflow.errors import DataError
 from tuner.result import Split
 from tuner.space import Candidate
 
-__all__ = ["OBJECTIVES", "Bound", "Objective", "Score", "Scorer", "hopeless"]
+__all__ = ["OBJECTIVES", "Bound", "Objective", "Score", "Scorer", "check_objectives", "hopeless"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,17 @@ OBJECTIVES = {
     "memory": Objective("memory", "memory_bytes", "minimize"),
 }
 """By the name that the command line has for them."""
+
+
+def check_objectives(names: Sequence[str]) -> None:
+    """See that there are objectives of these names.
+
+    Raises:
+        DataError: There is none of that name, or no name.
+    """
+    unknown = [name for name in names if name not in OBJECTIVES]
+    if unknown or not names:
+        raise DataError("--objective", unknown[0] if unknown else "none", f"some of {', '.join(OBJECTIVES)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from tuner.recipes import Chosen, tuned_yaml
 from tuner.report import report
 from tuner.result import TuneResult, write_result
 from tuner.space import Candidate, Space
+from tuner.storage import check_storage
 from tuner.tune import TunePlan, tune
 from tuner.workload import Asked, Rows, encoded, read_rows
 
@@ -72,6 +73,7 @@ def carry_out(
         DataError: There is no answer: see `tune`.
     """
     budget = Budget(order.budget_s)
+    check_storage(order.where)
     loaded = loading()
     prompts, workload = encoded(rows, loaded.codec, order.asked, loaded.target.info.context_length)
     plan = LabPlan(

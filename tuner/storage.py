@@ -12,7 +12,7 @@ from specflow.errors import DataError
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-__all__ = ["open_storage", "shown", "storage_errors"]
+__all__ = ["check_storage", "open_storage", "shown", "storage_errors"]
 
 
 def open_storage(storage: str) -> BaseStorage:
@@ -23,6 +23,16 @@ def open_storage(storage: str) -> BaseStorage:
     if "://" in storage:
         return RDBStorage(storage)
     return JournalStorage(JournalFileBackend(storage))
+
+
+def check_storage(storage: str) -> None:
+    """See that a storage answers, before anything that takes long.
+
+    Raises:
+        DataError: It cannot be reached, or lacks its driver.
+    """
+    with storage_errors(storage):
+        open_storage(storage)
 
 
 @contextmanager

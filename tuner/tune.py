@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specflow.cost import CostModel
-from specflow.errors import DataError, SpecFlowError
+from specflow.errors import SpecFlowError
 from specflow.recipe import Recipe, recipe_data
 from tuner.analysis import importances
 from tuner.budget import Budget, BudgetSpent
@@ -25,7 +25,7 @@ from tuner.interval import FEWEST_PROMPTS
 from tuner.profile import Profiled
 from tuner.result import Answer, Choice, Refused, TuneResult, Workload
 from tuner.schedule import Best, make_schedule
-from tuner.scoring import OBJECTIVES, Score, Scorer, hopeless
+from tuner.scoring import OBJECTIVES, Score, Scorer, check_objectives, hopeless
 from tuner.space import Candidate, K, Space, own_settings
 from tuner.study import Study, StudyPlan
 
@@ -332,9 +332,7 @@ def tune(
     Raises:
         DataError: There is nothing to choose from or no answer; see `Tuning.run`.
     """
-    unknown = [name for name in plan.objectives if name not in OBJECTIVES]
-    if unknown or not plan.objectives:
-        raise DataError("--objective", unknown[0] if unknown else "none", f"some of {', '.join(OBJECTIVES)}")
+    check_objectives(plan.objectives)
     tuning = Tuning(plain, lab, plan, *how)
     result = tuning.run(recipes)
     return result, tuning.tuned()

@@ -21,6 +21,9 @@ O = TypeVar("O", bound=BaseModel)  # noqa: E741
 _OF_RUNNING = ("weights", "seed", "runtime", *ShapeOptions.model_fields)
 """Options that say how a drafter is run, not what it is: every layout leaves them to the engine."""
 
+_LATER = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Options of EAGLE-3 that came after its authors' own code."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredDrafter:
@@ -127,6 +130,8 @@ def refuse_unsaid(stored: StoredDrafter, said: frozenset[str], layout: str) -> N
         if name in said or name in _OF_RUNNING or value == field.get_default(call_default_factory=True):
             continue
         hint = "--drop-confidence writes the drafter without it" if name == "confidence_head" else ""
+        if layout == "official" and name in _LATER:
+            hint = "--to speculators has a word for it"
         expected = f"{field.default!r}: the {layout} layout has no word for it"
         raise CheckpointError(stored.where, f"{name} is {value!r}", expected, hint)
 

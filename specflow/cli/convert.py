@@ -80,7 +80,7 @@ def _open(path: str) -> tuple[StoredDrafter, str | None]:
     try:
         recipe = load_recipe(str(file))
     except RecipeError as error:
-        if not is_published(place):
+        if not is_published(place) or "draft:" in file.read_text(encoding="utf-8", errors="replace"):
             raise
         typer.echo(f"note: {file} is no recipe of ours and is not read ({error.found})", err=True)
         return stored, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["drafter_path", "shipped_drafters"]
@@ -16,7 +17,9 @@ def shipped_drafters() -> dict[str, Path]:
 
 def drafter_path(name: str) -> Path:
     """The directory that a recipe names: of that path, else of the shipped drafter of that name."""
-    path = Path(name).expanduser()
+    path = Path(name)
+    with suppress(RuntimeError):  # ~ of somebody who is not here
+        path = path.expanduser()
     return path if path.is_dir() else shipped_drafters().get(name, path)
 
 

@@ -95,6 +95,25 @@ class TestTune:
         assert done.exit_code == 2
         assert not ordered
 
+    def test_an_unknown_objective_is_an_error_and_leaves_nothing(
+        self, tmp_path: Path, ordered: list[SimpleNamespace]
+    ) -> None:
+        arguments = ["--data", prompts(tmp_path), "-o", str(tmp_path / "run"), "--objective", "speed"]
+        assert "speed" in str(RUN.invoke(app(tune), arguments).exception)
+        assert not (tmp_path / "run").exists()
+
+    def test_a_storage_that_cannot_be_reached_is_an_error_before_anything_is_loaded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def load(target: object) -> None:
+            raise AssertionError("loaded")
+
+        monkeypatch.setattr("specflow.build.load_target", load)
+        nowhere = ["--storage", f"sqlite:///{tmp_path}/none/x.db", "--recipes", "ngram"]
+        done = RUN.invoke(app(tune), ["--data", prompts(tmp_path), "-o", str(tmp_path / "run"), *nowhere])
+        assert isinstance(done.exception, DataError)
+        assert "--storage" in str(done.exception)
+
     def test_a_directory_in_use_is_not_taken(self, tmp_path: Path, ordered: list[SimpleNamespace]) -> None:
         arguments = ["--data", prompts(tmp_path), "-o", str(tmp_path / "run")]
         assert RUN.invoke(app(tune), arguments).exit_code == 0

@@ -50,6 +50,7 @@ def tune(
     trace and the study. Never tune on prompts that you report results on.
     """
     from tuner.recipes import read_recipes
+    from tuner.scoring import check_objectives
     from tuner.session import Order
     from tuner.workload import Asked
 
@@ -60,6 +61,7 @@ def tune(
     asked = Asked(tuple(data), limit, max_new_tokens, seed)
     where = output_dir or Path("runs") / f"tune-{datetime.now():%Y%m%d-%H%M%S}"
     objectives, loads = tuple(dict.fromkeys(_parts(objective))), _numbers(concurrency)
+    check_objectives(objectives)
     order = Order(asked, where, objectives, loads, seconds_of(budget) if budget else None, storage)
     order = replace(order, trials=trials, finalists=finalists, passes=passes)
     order = replace(order, ignore_eos=ignore_eos, trust_noise=trust_noise)
