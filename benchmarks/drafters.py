@@ -44,6 +44,8 @@ SETTINGS = {
     "block": ["sampling.temperature=0.7", "verify.rule=block"],
     "rejection": ["sampling.temperature=0.7", "verify.rule=rejection"],
 }
+UNTESTED = ("small_model", "early_exit")
+"""Drafters that a self-test says nothing of."""
 FIXED = (8, 32)
 """Prompts and tokens of an answer that tests decode again."""
 COMMON = ["target.runtime=torch", "target.dtype=float32", "length.policy=fixed", "runtime.batch=16"]
@@ -65,8 +67,8 @@ def ship(run: Path, name: str) -> None:
     training["sessions"] = [without_folders(session) for session in training["sessions"]]
     write_json_atomic(target / "training.json", training)
     write_text_atomic(target / "recipe.yaml", _recipe_text(load_recipe(run / "recipe.yaml"), f"{DRAFTERS.name}/{name}"))
-    for stale in (FIGURES / name).glob("*.json"):  # of the weights that were there before
-        stale.unlink()
+    for stale in (*(FIGURES / name).glob("*.json"), target / "selftest.json"):  # of the weights that were there before
+        stale.unlink(missing_ok=True)
 
 
 def _recipe_text(recipe: Recipe, name: str) -> str:
@@ -143,6 +145,14 @@ def measure_cost(name: str) -> None:
     write_json_atomic(file, {**found, "provenance": without_folders(found["provenance"])})
 
 
+def record_agreement(name: str) -> None:
+    """What `specflow selftest` finds, kept beside the weights. Whole models have no conventions to mistake."""
+    if not (DRAFTERS / name / "selftest.json").exists() and name not in UNTESTED:
+        changes = [word for change in COMMON[:2] for word in ("--set", change)]
+        command = [sys.executable, "-m", "specflow", "selftest", f"{DRAFTERS.name}/{name}", "--record", *changes]
+        subprocess.run(command, check=True, cwd=ROOT)
+
+
 def measure_all(options: argparse.Namespace) -> None:
     """Whatever is asked for and not there; a file as soon as a set is done."""
     names, settings = options.drafter or drafters(), options.setting or list(SETTINGS)
@@ -152,6 +162,7 @@ def measure_all(options: argparse.Namespace) -> None:
     for wanted_one in wanted(names, settings, options.sets or SETS):
         keep(loaded, wanted_one, options.data / wanted_one[2] / "dev.jsonl", (options.limit, options.tokens))
     for name in names:
+        record_agreement(name)
         measure_cost(name)
 
 

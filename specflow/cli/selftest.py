@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from specflow.build import LoadedTarget
+    from specflow.recipe_draft import SourceSection
+    from specflow.train.reference import Reference
     from specflow.train.selftest import SelfTest
 
 __all__ = ["selftest"]
@@ -23,6 +25,7 @@ def selftest(
     recipe: Annotated[str, typer.Argument(help="recipe file or shipped name, of a drafter with trained weights")],
     data: Annotated[Path | None, typer.Option("--data", help="prompts (JSONL); without it three of the demo's")] = None,
     tokens: Annotated[int, typer.Option(min=10, help="greedy tokens of the target, about")] = 200,
+    record: Annotated[bool, typer.Option("--record", help="keep the agreement beside the weights")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="figures as JSON on stdout")] = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key.key=value of the recipe")] = None,
 ) -> None:
@@ -30,11 +33,13 @@ def selftest(
 
     The text is right whatever is loaded; a wrong reading only costs speed. So the first draft token is compared with
     the target's own greedy one, as the recipe reads the weights and as others might. Exit code 1 if another reading is
-    clearly better (10 points of 100 or more), or if hardly a token agrees (less than 10 of 100).
+    clearly better (10 points of 100 or more), if hardly a token agrees (less than 10 of 100), or if clearly fewer agree
+    than were recorded beside the weights for these prompts.
     """
     import json
 
     from specflow.recipe import load_recipe
+    from specflow.train.reference import Reference
     from specflow.train.selftest import greedy_texts, parts_to_test, run_selftest
 
     asked = load_recipe(recipe, overrides or ())
@@ -43,8 +48,9 @@ def selftest(
         from specflow.build import load_target
 
         loaded = load_target(asked.target)
+    prompts = _prompts(data or PROMPTS, loaded)
     with working("decoding greedily"):
-        texts = greedy_texts(loaded, _prompts(data or PROMPTS, loaded), tokens)
+        texts = greedy_texts(loaded, prompts, tokens)
     with working("trying readings"):
         found = [run_selftest(part, loaded, texts) for part in parts]
     if as_json:
@@ -52,8 +58,29 @@ def selftest(
     else:
         for each in found:
             _show(each)
-    if not all(each.healthy for each in found):
+    kept = [
+        _compared(part, Reference.of(each, prompts, tokens), record) for part, each in zip(parts, found, strict=True)
+    ]
+    if not all(kept) or not all(each.healthy for each in found):
         raise typer.Exit(1)
+
+
+def _compared(part: SourceSection, now: Reference, record: bool) -> bool:
+    """Whether as many agree as were recorded beside the weights; recorded now, if that is asked for."""
+    from specflow.draft.shipped import drafter_path
+
+    folder = drafter_path(part.options.weights)  # type: ignore[attr-defined]
+    if not folder.is_dir():
+        return True  # of a hub: nothing of ours lies there
+    if record:
+        now.write(folder)
+        return True
+    before = type(now).read(folder)
+    if before is None or not before.fallen(now):
+        return True
+    found = f"{now.agreement:.0%} agree, and {before.agreement:.0%} did when it was recorded"
+    typer.echo(f"warning: {found}. Another target, chat template or reading than then?", err=True)
+    return False
 
 
 def _prompts(path: Path, loaded: LoadedTarget) -> list[list[int]]:

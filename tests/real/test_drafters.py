@@ -9,10 +9,14 @@ import pytest
 
 from specflow.bench.data import load_prompts
 from specflow.build import LoadedTarget, build_engine, load_target
+from specflow.cli.demo import PROMPTS as PROMPTS_OF_SELFTEST
+from specflow.cli.selftest import _prompts
 from specflow.draft.shipped import shipped_drafters
 from specflow.engine import Engine
 from specflow.measure import acceptance_length, merge_counts
 from specflow.recipe import load_recipe, trained_recipes
+from specflow.train.reference import Reference
+from specflow.train.selftest import greedy_texts, parts_to_test, run_selftest
 from specflow.types import Generation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,3 +64,14 @@ def test_it_accepts_what_was_measured(name: str, loaded: LoadedTarget, vanilla: 
     length = acceptance_length(merge_counts(each.counts for each in made))
     assert length == pytest.approx(expected["mean_acceptance_length"], abs=TOLERANCE)
     assert expected["mean_acceptance_length"] > 1.0 + 2 * TOLERANCE, "a drafter that accepts nothing passes any test"
+
+
+@pytest.mark.parametrize("name", [each for each in NAMES if each not in ("small_model", "early_exit")])
+def test_its_first_tokens_agree_as_recorded(name: str, loaded: LoadedTarget) -> None:
+    section = parts_to_test(load_recipe(f"smollm2-135m/{name}", COMMON))[0]
+    prompts = _prompts(PROMPTS_OF_SELFTEST, loaded)
+    found = run_selftest(section, loaded, greedy_texts(loaded, prompts, 200))
+    now, before = Reference.of(found, prompts, 200), Reference.read(shipped_drafters()[f"smollm2-135m/{name}"])
+    assert before is not None
+    assert (now.prompts, found.healthy) == (before.prompts, True)
+    assert now.agreement == pytest.approx(before.agreement, abs=0.05)
