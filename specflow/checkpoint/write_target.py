@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specflow.errors import CheckpointError
 from specflow.target.huggingface import block_shape
 from specflow.target.load import read_config, read_json, read_tensors, resolve_model
+from specflow.target.store import HUB_IDS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,8 +113,10 @@ def open_verifier(name: str) -> Verifier:
     lacking = [key for key in sizes if not isinstance(getattr(text, key, None), int)]
     if lacking:
         raise CheckpointError(name, f"its configuration lacks {', '.join(lacking)}", "a causal language model's sizes")
+    ours = HUB_IDS.get(name)
     return Verifier(
-        reference=name if is_hub_id else str(Path(name).resolve() if Path(name).is_dir() else files.directory),
+        reference=ours
+        or (name if is_hub_id else str(Path(name).resolve() if Path(name).is_dir() else files.directory)),
         architectures=tuple(raw.get("architectures") or ()),
         shape=block_shape(text),
         vocab_size=text.vocab_size,

