@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specflow.cli.convert import LayoutChoice
 from specflow.cli.features import show_capture
 from specflow.cli.progress import EVERY_S, working
 from specflow.train.options import TrainOptions
@@ -60,13 +61,17 @@ def train(
     evaluate_every: Annotated[int, typer.Option(min=1, help="steps between measurements on held-out texts")] = 250,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="steps between checkpoints")] = 100,
     minutes: Annotated[float | None, typer.Option(min=0, help="stop after so long; call again to go on")] = None,
+    layout: Annotated[
+        LayoutChoice | None, typer.Option(help="write it in this layout too, as specflow convert does, beside the run")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key.key=value of the recipe")] = None,
 ) -> None:
     """Train the drafter of a recipe on its target's own answers.
 
     Called again with the same options, it goes on where it stopped, bit for bit. Writes model.safetensors, config.json,
-    recipe.yaml, training.json, log.jsonl and curve.svg. `torchrun --nproc-per-node 2 -m specflow train ...` trains in
-    several processes, which share the batches of a step (--accumulate). Exit code 130 if interrupted.
+    recipe.yaml, training.json, log.jsonl and curve.svg; with --layout also a folder for other engines.
+    `torchrun --nproc-per-node 2 -m specflow train ...` trains in several processes, which share the batches of a step
+    (--accumulate). Exit code 130 if interrupted.
     """
     given = locals()
     if (corpus is None) == (not data):
@@ -95,7 +100,21 @@ def _train(given: Mapping[str, Any], options: TrainOptions) -> bool:
             plan = RunPlan(recipe, answers, given["output_dir"], options, features, given["checkpoint"])
             run = TrainingRun(plan, loaded, processes)
         session = Session(given["evaluate_every"], given["checkpoint_every"], given["minutes"])
-        return _go(run, session, processes)
+        done = _go(run, session, processes)
+        if done and processes.is_first and given["layout"] is not None:
+            _lay_out(given["output_dir"], given["layout"])
+        return done
+
+
+def _lay_out(path: Path, layout: LayoutChoice) -> None:
+    """Write the drafter of a finished run for others, unless that was done."""
+    from specflow.cli.convert import convert
+
+    place = path / layout.value
+    if (place / "config.json").exists():
+        typer.echo(f"{place} is there already", err=True)
+    else:
+        convert(str(path), layout, place)
 
 
 def _options(given: Mapping[str, Any]) -> TrainOptions:

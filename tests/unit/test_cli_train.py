@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from specflow.build import LoadedTarget
 from specflow.cli.app import app
+from specflow.cli.convert import LayoutChoice
 from specflow.cli.train import _asked
 from specflow.errors import DataError, RecipeError
 from specflow.train.options import TrainOptions
@@ -143,6 +144,24 @@ def test_answers_are_drawn_first_where_there_are_prompts_alone(
     words = ["train", "eagle3", "--data", "train.jsonl", "--tokens", "500", "-o", str(tmp_path / "run"), *SMALL]
     assert call(*words, "--set", "target.threads=1")[0] == 0
     assert (tmp_path / "run" / "corpus" / "corpus.jsonl").exists()
+
+
+def test_a_finished_run_is_written_for_others_once(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[str, str, Path]] = []
+
+    def write(path: str, to: LayoutChoice, output_dir: Path) -> None:
+        written.append((path, to.value, output_dir))
+        output_dir.mkdir()
+        (output_dir / "config.json").write_text("{}")
+
+    monkeypatch.setattr("specflow.cli.convert.convert", write)
+    run = tmp_path / "run"
+    words = ["train", "eagle3", "--corpus", str(corpus), "-o", str(run), *SMALL, "--layout", "speculators"]
+    assert call(*words)[0] == 0
+    assert call(*words)[0] == 0
+    assert written == [(str(run), "speculators", run / "speculators")]
 
 
 def test_the_first_interrupt_lets_a_step_end_and_the_second_does_not() -> None:
