@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def spine() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("spine", ROOT / "benchmarks" / "spine.py")
+def benchmark(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,10 +25,19 @@ def spine() -> ModuleType:
 
 
 def test_the_table_is_the_one_made_from_the_results_files() -> None:
-    made = spine()
+    made = benchmark("spine")
     shown = README.split(made.BEGIN)[1].split(made.END)[0].strip()
     assert shown == made.table().strip()
     assert "| vanilla |" in shown
+
+
+def test_the_table_of_drafters_is_made_from_their_files() -> None:
+    made = benchmark("drafter_tables")
+    folders = sorted(path.parent for path in (ROOT / "drafters" / "smollm2-135m").glob("*/model.safetensors"))
+    drafters = [made.Drafter(path, ROOT / "docs" / "figures" / "drafters" / path.name) for path in folders]
+    shown = README.split(made.BEGIN)[1].split(made.END)[0].strip()
+    assert shown == "\n".join(made.accepted_table(drafters))
+    assert "| eagle3 |" in shown
 
 
 def test_the_recipe_that_is_read_aloud_is_a_recipe(tmp_path: Path) -> None:
