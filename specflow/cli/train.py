@@ -61,9 +61,7 @@ def train(
     evaluate_every: Annotated[int, typer.Option(min=1, help="steps between measurements on held-out texts")] = 250,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="steps between checkpoints")] = 100,
     minutes: Annotated[float | None, typer.Option(min=0, help="stop after so long; call again to go on")] = None,
-    layout: Annotated[
-        LayoutChoice | None, typer.Option(help="write it in this layout too, as specflow convert does, beside the run")
-    ] = None,
+    layout: Annotated[LayoutChoice | None, typer.Option(help="write it in this layout too (specflow convert)")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key.key=value of the recipe")] = None,
 ) -> None:
     """Train the drafter of a recipe on its target's own answers.
