@@ -6,9 +6,10 @@ An engine file keeps a constant `ENGINE` that fits the `Engine` protocol. Files 
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -34,6 +35,7 @@ __all__ = [
     "choose_dialect",
     "engines",
     "find_engine",
+    "flag_words",
     "version_key",
     "worst_first",
 ]
@@ -244,3 +246,15 @@ def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Errors, then warnings, then notes, each in the order they were found; none twice."""
     order = ("error", "warning", "note")
     return tuple(sorted(dict.fromkeys(findings), key=lambda each: order.index(each.severity)))
+
+
+def flag_words(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Settings as words of a command line: true is a bare flag, false none, a mapping JSON."""
+    for name, value in settings.items():
+        if value is False:
+            continue
+        yield f"--{name}"
+        if isinstance(value, Mapping):
+            yield json.dumps(value)
+        elif value is not True:
+            yield str(value)

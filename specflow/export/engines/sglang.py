@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specflow.export.draft_choice import choose_draft, launched_plainly, notes_on
-from specflow.export.engines.base import Dialect, Exported, Given, Imported
+from specflow.export.engines.base import Dialect, Exported, Given, Imported, flag_words
 from specflow.export.engines.sglang_reader import read_sglang
 from specflow.export.engines.sglang_schema import METHOD_OF
 from specflow.export.engines.sglang_tables import additive_table, flat_table, temperature_file
@@ -59,7 +59,7 @@ class SGLang:
         return Exported(
             engine=self.name,
             versions=dialect.versions,
-            command=(*environment, "python", "-m", "sglang.launch_server", *_words(settings)),
+            command=(*environment, "python", "-m", "sglang.launch_server", *flag_words(settings)),
             files=files,
             notes=(*notes, "request.json is for /v1/completions, whose own defaults go before the server's"),
             not_expressible=ledger.gaps(),
@@ -243,17 +243,6 @@ def _notes(view: RecipeView, draft: DraftView, files: Mapping[str, str]) -> Iter
 
 def _json(data: Any) -> str:
     return json.dumps(data, indent=2) + "\n"
-
-
-def _words(settings: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in settings.items():
-        if value is False:
-            continue
-        yield f"--{name}"
-        if isinstance(value, Mapping):
-            yield json.dumps(value)
-        elif value is not True:
-            yield str(value)
 
 
 ENGINE = SGLang()

@@ -6,12 +6,11 @@ Checked against the sources of 0.33.0 (`vllm/config/speculative.py`, `vllm/v1/sp
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from specflow.export.draft_choice import choose_draft, notes_on
-from specflow.export.engines.base import Dialect, Exported, Given, Imported
+from specflow.export.engines.base import Dialect, Exported, Given, Imported, flag_words
 from specflow.export.engines.vllm_reader import (
     BY_NAME,
     METHOD_OF,
@@ -52,7 +51,7 @@ class VLLM:
         return Exported(
             engine=self.name,
             versions=dialect.versions,
-            command=("vllm", "serve", view.target, *_words(settings)),
+            command=("vllm", "serve", view.target, *flag_words(settings)),
             files={"vllm.yaml": file, "request.json": request},
             notes=(*notes, "vllm.yaml says the same as the command; request.json is for /v1/completions"),
             not_expressible=ledger.gaps(),
@@ -175,17 +174,6 @@ def _notes(view: RecipeView, draft: DraftView | None) -> Iterator[str]:
         yield "vLLM ignores the batch schedule with data parallelism"
         if draft.family in V2_SCHEDULES:
             yield f"and its Model Runner V1 ignores it for {draft.family}"
-
-
-def _words(settings: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in settings.items():
-        if value is False:
-            continue
-        yield f"--{name}"
-        if isinstance(value, Mapping):
-            yield json.dumps(value)
-        elif value is not True:
-            yield str(value)
 
 
 ENGINE = VLLM()
