@@ -131,6 +131,13 @@ def without_folders(provenance: dict[str, Any]) -> dict[str, Any]:
     return {**provenance, "argv": argv, "files": files}
 
 
+def run_verb(verb: str, name: str, *words: str) -> None:
+    """A command of specflow on a drafter's recipe, in the runtime and type of all measurements."""
+    changes = [word for change in COMMON[:2] for word in ("--set", change)]
+    command = [sys.executable, "-m", "specflow", verb, f"{DRAFTERS.name}/{name}", *words, *changes]
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
 def measure_cost(name: str) -> None:
     """What a draft costs beside a plain pass, by `specflow profile`."""
     file = FIGURES / name / "cost.json"
@@ -138,9 +145,7 @@ def measure_cost(name: str) -> None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     plan = ["--contexts", "256", "--batches", "1", "--rows", "1,2,4,8"]
-    changes = [word for change in COMMON[:2] for word in ("--set", change)]
-    command = [sys.executable, "-m", "specflow", "profile", f"{DRAFTERS.name}/{name}", *plan, *changes]
-    subprocess.run([*command, "-o", str(file)], check=True, cwd=ROOT)
+    run_verb("profile", name, *plan, "-o", str(file))
     found = json.loads(file.read_text())
     write_json_atomic(file, {**found, "provenance": without_folders(found["provenance"])})
 
@@ -148,9 +153,7 @@ def measure_cost(name: str) -> None:
 def record_agreement(name: str) -> None:
     """What `specflow selftest` finds, kept beside the weights. Whole models have no conventions to mistake."""
     if not (DRAFTERS / name / "selftest.json").exists() and name not in UNTESTED:
-        changes = [word for change in COMMON[:2] for word in ("--set", change)]
-        command = [sys.executable, "-m", "specflow", "selftest", f"{DRAFTERS.name}/{name}", "--record", *changes]
-        subprocess.run(command, check=True, cwd=ROOT)
+        run_verb("selftest", name, "--record")
 
 
 def measure_all(options: argparse.Namespace) -> None:

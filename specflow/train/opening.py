@@ -233,8 +233,8 @@ def _block(state: Mapping[str, Tensor], prefix: str, theirs: Mapping[str, Tensor
 
 
 def _passing(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fusing layers that begin by letting through what is nearest to the next token: the last of several layers of the
-    target, or both of an embedding and a state.
+    """Layers that begin by letting through: a projection all that comes; a fusing layer what is nearest to the next
+    token, the last of several layers of the target, or both of an embedding and a state.
     """
     copies = {}
     for name, tensor in state.items():
