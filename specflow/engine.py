@@ -147,15 +147,16 @@ class Engine:
         """One round: draft, one target pass, verify, one copy to the host, commit."""
         states, starts = self._states, tuple(self._cache.lengths)
         clock = Clock(spent := Timings())
-        anchors = [state.anchor for state in states]
+        anchors, generated = [state.anchor for state in states], [len(state.tokens) for state in states]
         noise = RoundNoise([state.request.seed for state in states], starts, self.target.info.device)
         block = self._propose(anchors, noise)
         clock.lap("draft_s")
-        output = score_block(self.target, self._cache, anchors, block, self._needs)
-        clock.lap("target_s")
-        law = self._sampler.law(output.logits, block, [len(state.tokens) for state in states])
-        verdict = self._rule.verify(block, law, noise)
         asked = any(state.request.sampling.logprobs for state in states)
+        greedy = not asked and self._sampler.takes_likeliest(generated)
+        output = score_block(self.target, self._cache, anchors, block, self._needs, greedy)
+        clock.lap("target_s")
+        law = self._sampler.law_of(output, block, generated)
+        verdict = self._rule.verify(block, law, noise)
         logprobs = law.logprob(verdict.tokens, verdict.path) if asked else None
         host = torch.cat((verdict.tokens, extents(block)), dim=1).tolist()  # the one copy of a round
         clock.lap("verify_s")

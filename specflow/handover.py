@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specflow.draft.base import Drafter
-    from specflow.target.base import Cache, Target
+    from specflow.target.base import Cache, PickingTarget, Target
 
 __all__ = ["Prompt", "empty_block", "features_of", "prefill", "score_block"]
 
@@ -59,7 +59,9 @@ def prefill(target: Target, cache: Cache, prompt: Prompt, drafter: Drafter | Non
     return output, begin
 
 
-def score_block(target: Target, cache: Cache, anchors: Sequence[int], block: DraftBlock, needs: Needs) -> TargetOutput:
+def score_block(
+    target: Target, cache: Cache, anchors: Sequence[int], block: DraftBlock, needs: Needs, greedy: bool = False
+) -> TargetOutput:
     """One pass over each row's anchor and its block; through the rest of the layers where the draft has run the first.
 
     Args:
@@ -68,6 +70,7 @@ def score_block(target: Target, cache: Cache, anchors: Sequence[int], block: Dra
         anchors: Last committed token of each row.  # [B]
         block: What was drafted.
         needs: Features the drafter wants of these rows.
+        greedy: Nothing but the likeliest token of every row will be asked for.
 
     Raises:
         GraphError: It wants features of layers that the draft has run already.
@@ -77,13 +80,22 @@ def score_block(target: Target, cache: Cache, anchors: Sequence[int], block: Dra
         tokens = torch.cat((tokens, block.tokens), dim=1)
         positions = (positions + block.topology.depth).clamp_max(target.info.context_length - 1)  # of PAD rows
     mask = None if block.topology.is_chain else block.topology.ancestors
+    picks = greedy and target.info.picks
+    rows: Literal["all", "none"] = "none" if picks else "all"
     if (entry := block.entry) is None:
-        return target.forward(tokens, positions, cache, mask, needs.taps)
+        output = target.forward(tokens, positions, cache, mask, needs.taps, rows=rows)
+        return _with_picked(target, output) if picks else output
     if below := [tap for tap in needs.taps if tap < entry.layer]:
         found = f"taps {', '.join(map(str, below))} below layer {entry.layer}, where verification begins"
         raise GraphError("draft", found, f"taps from {entry.layer} on", "exit earlier, or tap later layers")
     rest = entry.layer, target.info.num_layers
-    return target.forward(tokens, positions, cache, mask, needs.taps, layers=rest, hidden_in=entry.hidden)
+    output = target.forward(tokens, positions, cache, mask, needs.taps, layers=rest, hidden_in=entry.hidden, rows=rows)
+    return _with_picked(target, output) if picks else output
+
+
+def _with_picked(target: Target, output: TargetOutput) -> TargetOutput:
+    assert output.hidden_post is not None, "the target gave no hidden states"
+    return replace(output, picked=cast("PickingTarget", target).pick(output.hidden_post))
 
 
 def empty_block(batch: int, vocab_size: int, device: torch.device) -> DraftBlock:

@@ -26,6 +26,7 @@ from specflow.law import PointMass
 from specflow.length import Fixed
 from specflow.measure import spread
 from specflow.noise import RoundNoise
+from specflow.sampling import BatchSampler
 from specflow.tree import chain
 from specflow.types import DraftBlock, DraftBudget, Features, Observation, Sampling
 
@@ -153,6 +154,7 @@ class Profiler:
         self._parts, self._plan = parts, plan
         endless = {"ignore_eos": True, "stop_ids": (), "stop_strings": (), "min_new_tokens": 0}
         self._sampling = sampling.model_copy(update={**endless, "max_new_tokens": ROUND_TOKENS, "seed": 0})
+        self._greedy = _asks_for_likeliest(parts.target, self._sampling)
         self._watch = Stopwatch(parts.target.info.device, clock)
         self._samples: dict[Point, list[float]] = defaultdict(list)
         self._nodes: dict[int, int] = {}
@@ -207,7 +209,7 @@ class Profiler:
 
     def _place(self, batch: int, context: int) -> _Place:
         if (batch, context) not in self._places:
-            self._places[batch, context] = _Place(self._parts, batch, context, self._plan.room)
+            self._places[batch, context] = _Place(self._parts, batch, context, self._plan.room, self._greedy)
         return self._places[batch, context]
 
     def _time_target(self, place: _Place, rows: int, warm: bool) -> None:
@@ -280,8 +282,8 @@ class _BudgetSpent(Exception):
 class _Place:
     """A batch of requests with filled caches, and what a drafter is told of their prompts."""
 
-    def __init__(self, parts: EngineParts, batch: int, context: int, room: int) -> None:
-        self.batch, self.context = batch, context
+    def __init__(self, parts: EngineParts, batch: int, context: int, room: int, greedy: bool) -> None:
+        self.batch, self.context, self.greedy = batch, context, greedy
         self.target: Target = parts.target
         info, nodes = parts.target.info, parts.drafter.num_nodes if parts.drafter else 0
         needs = parts.drafter.needs if parts.drafter else Needs()
@@ -315,7 +317,7 @@ class _Place:
         tokens = torch.tensor(after, dtype=torch.int64, device=info.device).view(self.batch, rows - 1)
         law = PointMass(tokens, info.vocab_size)
         block = DraftBlock(tokens, (rows - 1,) * self.batch, chain(rows - 1, info.device), law)
-        score_block(self.target, self.cache, anchors, block, Needs())
+        score_block(self.target, self.cache, anchors, block, Needs(), self.greedy)
 
 
 class _Rounds:
@@ -340,12 +342,21 @@ class _Rounds:
         budget = DraftBudget((depth,) * batch)
         draft_s, found = watch.seconds(lambda: self._drafter.propose(anchors, budget, noise))
         block = found if found is not None else empty_block(batch, info.vocab_size, info.device)
-        verify_s, output = watch.seconds(lambda: score_block(self._target, self._cache, anchors, block, needs))
+        greedy = self._place.greedy
+        verify_s, output = watch.seconds(lambda: score_block(self._target, self._cache, anchors, block, needs, greedy))
         self._cache.keep((1,) * batch)
         told = self._place.observation(starts[0], 1, features_of(output, needs))
         own = (0,) * batch if block.topology.is_chain else ()
         self._drafter.observe(replace(told, own=own), range(batch))
         return draft_s, verify_s, block
+
+
+def _asks_for_likeliest(target: Target, sampling: Sampling) -> bool:
+    """Whether the engine's rounds of such requests ask for nothing but the likeliest token of every row."""
+    sampler = BatchSampler(target.info.vocab_size, target.info.stop_ids, target.info.device)
+    sampler.reset(1)
+    sampler.start(0, sampling, 0, ())
+    return not sampling.logprobs and sampler.takes_likeliest([1])
 
 
 def _without_pass(timing: Timing, model: CostModel) -> Timing:

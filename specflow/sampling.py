@@ -28,9 +28,9 @@ from specflow.types import PAD, Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specflow.types import DraftBlock
+    from specflow.types import DraftBlock, TargetOutput
 
-__all__ = ["BatchSampler", "TargetLaw", "draw_tokens", "is_greedy", "lowest_argmax", "warp"]
+__all__ = ["BatchSampler", "PickedLaw", "TargetLaw", "draw_tokens", "is_greedy", "lowest_argmax", "warp"]
 
 GREEDY_BELOW = 1e-5
 RUN = 128  # long rows are searched in two steps: the run of this many entries, then the entry
@@ -171,6 +171,30 @@ class TargetLaw:
         return chosen - scores.logsumexp(-1).gather(1, row)
 
 
+class PickedLaw(TargetLaw):
+    """The law of greedy rows of which nothing but the likeliest tokens is known: there are no logits.
+
+    Args:
+        picked: The most likely token of every row of the pass.  # [B, M]
+        vocab_size: V.
+    """
+
+    def __init__(self, picked: Tensor, vocab_size: int) -> None:
+        nothing = torch.empty(*picked.shape, 0, device=picked.device)
+        super().__init__(nothing, nothing, [True] * len(picked))
+        self._picked, self._vocab_size = picked, vocab_size
+
+    def probs(self) -> Tensor:
+        if self._probs is None:
+            shape = *self._picked.shape, self._vocab_size
+            zeros = torch.zeros(shape, device=self._picked.device)
+            self._probs = zeros.scatter_(-1, self._picked.unsqueeze(-1), 1.0)
+        return self._probs
+
+    def draw(self, u: Tensor | None = None) -> Tensor:
+        return self._picked
+
+
 @dataclass(frozen=True, slots=True)
 class _Prefixes:
     """What precedes each row of a pass, beyond the committed text."""
@@ -304,6 +328,21 @@ class BatchSampler:
             prefixes = _Prefixes(shape.depth[own], shape.ancestors[own], block.tokens[b])
             states[b].edit(scores[b], prefixes, generated[b])
         return TargetLaw(logits, _warped(scores, [state.sampling for state in states]), greedy)
+
+    def takes_likeliest(self, generated: Sequence[int]) -> bool:
+        """Whether all rows of the batch are greedy and no processor changes their logits this round.
+
+        Args:
+            generated: Tokens of each row's text so far.  # [B]
+        """
+        pairs = zip(self._rows, generated, strict=True)
+        return all(state.greedy and not state.edits(count) for state, count in pairs)
+
+    def law_of(self, output: TargetOutput, block: DraftBlock, generated: Sequence[int]) -> TargetLaw:
+        """As `law`, of a pass over all rows of the batch, whether it scored tokens or picked the likeliest."""
+        if output.picked is not None:
+            return PickedLaw(output.picked, self._vocab_size)
+        return self.law(output.logits, block, generated)
 
     def _state(self, sampling: Sampling) -> _RowState:
         return _RowState(sampling, self._vocab_size, self._stop_ids, self._device)

@@ -230,6 +230,7 @@ class TargetOutput:
     )  # layer -> [B, M, H], output of that 0-based layer (-1: embedding)
     hidden_pre: Tensor | None = None  # [B, M, H] last hidden before the final norm
     hidden_post: Tensor | None = None  # [B, M, H] after it
+    picked: Tensor | None = None  # [B, M] the likeliest tokens, in place of logits
 
 
 @dataclass(frozen=True, slots=True)

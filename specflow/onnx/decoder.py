@@ -39,6 +39,7 @@ class DecoderPart:
     end: int | None = None  # half-open; None: the last layer
     skip: Skip = field(default_factory=Skip)
     enters: bool = False  # with hidden states, in place of tokens
+    headless: bool = False  # it ends with the final norm
 
     @property
     def label(self) -> str:
@@ -46,7 +47,8 @@ class DecoderPart:
         words = [f"layers {self.first} to {'the last' if self.end is None else self.end - 1}"]
         for name, left_out in (("attention", self.skip.attention), ("mlp", self.skip.mlp)):
             words += [f"without {name} of {', '.join(map(str, sorted(left_out)))}"] if left_out else []
-        return ", ".join([*words, *(["entered with hidden states"] if self.enters else [])])
+        words += ["entered with hidden states"] if self.enters else []
+        return ", ".join([*words, *(["without the head"] if self.headless else [])])
 
 
 def write_decoder(
@@ -56,7 +58,7 @@ def write_decoder(
     part: DecoderPart = DecoderPart(),
     adapt: Callable[[GraphWriter, str], str] | None = None,
 ) -> None:
-    """Write a model's layers, final norm and head, one layer in memory at a time.
+    """Write a model's layers, final norm and head, where the part has one; one layer in memory at a time.
 
     Args:
         writer: An empty graph.
@@ -99,9 +101,8 @@ def write_decoder(
         writer.output(value, f"tap.{layer}", width)
     writer.output(stream.base, "hidden_pre", width)
     writer.output(normed, "hidden_post", width)
-    scored = writer.op("Gather", normed, writer.input("scored", ("scored",), "INT64"), axis=1)
-    head = Linear(embedding if arch.tied else reader.take("lm_head.weight", size))
-    writer.output(linear(writer, scored, head, "head", "head"), "logits", ("batch", "scored", arch.vocab_size))
+    if not part.headless:
+        _write_logits(writer, normed, embedding if arch.tied else reader.take("lm_head.weight", size))
 
 
 def write_head(writer: GraphWriter, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -121,6 +122,13 @@ def write_head(writer: GraphWriter, weight: Tensor, bias: Tensor | None = None) 
 def head_weight(config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> Tensor:
     """The weight of a model's head.  # [V, H]"""
     return tensors["model.embed_tokens.weight" if Architecture.of(config).tied else "lm_head.weight"]
+
+
+def _write_logits(writer: GraphWriter, normed: str, weight: Tensor) -> None:
+    """The head's logits of the rows that are asked for."""
+    scored = writer.op("Gather", normed, writer.input("scored", ("scored",), "INT64"), axis=1)
+    logits = linear(writer, scored, Linear(weight), "head", "head")
+    writer.output(logits, "logits", ("batch", "scored", len(weight)))
 
 
 def _entry(writer: GraphWriter, entered: str, part: DecoderPart) -> Stream:

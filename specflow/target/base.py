@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from specflow.types import BlockShape, Skip, TargetOutput
 
-__all__ = ["Cache", "Exactness", "Target", "TargetInfo", "TargetOptions"]
+__all__ = ["Cache", "Exactness", "PickingTarget", "Target", "TargetInfo", "TargetOptions"]
 
 Exactness = Literal["bit-exact", "tie-exact"]
 
@@ -33,6 +33,7 @@ class TargetInfo:
     runtime: str  # "native", "transformers", "onnx", "openvino", ...
     exactness: Exactness  # "bit-exact": a row of a chain pass has the same bits for any number of rows
     shape: BlockShape  # of its decoder blocks; drafters made for the target start from it
+    picks: bool = False  # whether it is a `PickingTarget` here
 
     @property
     def in_torch(self) -> bool:
@@ -142,3 +143,10 @@ class Target(Protocol):
 
     def score(self, normed: Tensor) -> Tensor:
         """The head.  # [B, R, H] -> [B, R, V]"""
+
+
+class PickingTarget(Target, Protocol):
+    """A target that finds likeliest tokens for less than scoring all; `info.picks` says whether one does."""
+
+    def pick(self, normed: Tensor) -> Tensor:
+        """The token with the head's largest logit in every row, the lowest id of equals.  # [B, R, H] -> [B, R]"""

@@ -19,6 +19,8 @@ from specflow.onnx.above import feeds_above
 from specflow.onnx.decoder import DecoderPart, head_weight, write_decoder, write_head
 from specflow.onnx.graphs import GraphSet, Precision
 from specflow.onnx.openvino import OpenVinoSession
+from specflow.onnx.screen import screen_fits, write_screen
+from specflow.onnx.screened import ScreenedHead
 from specflow.onnx.session import OnnxSession, Place
 from specflow.target.architecture import Architecture, info_of
 from specflow.target.base import Cache, TargetOptions
@@ -37,7 +39,7 @@ _NOTHING = Skip()
 _MOST_PARTS = 3
 """Parts of the model that are open at once beside the whole: each holds its weights again."""
 
-GraphPart = DecoderPart | Literal["head"]
+GraphPart = DecoderPart | Literal["head", "screen"]
 """What of a model a graph computes."""
 
 
@@ -63,6 +65,7 @@ class ModelGraphs:
     tensors: Mapping[str, Tensor]
     find: Callable[[GraphPart], Path]  # the `.onnx` file of a part
     runtime: GraphRuntime = ONNX_RUNTIME
+    screens: bool = False  # whether the layers, the head and its screen can be had apart
 
 
 def model_graphs(
@@ -92,22 +95,25 @@ def model_graphs(
         with graphs.graph("target", runtime.plain) as writer:
             if part == "head":
                 write_head(writer, head_weight(config, tensors))
+            elif part == "screen":
+                write_screen(writer, head_weight(config, tensors))
             else:
                 write_decoder(writer, config, tensors, part)
 
     def find(part: GraphPart) -> Path:
-        named = {**identity, "part": part if part == "head" else part.label}
+        named = {**identity, "part": part if isinstance(part, str) else part.label}
         named |= {"operators": "plain"} if runtime.plain else {}
         return finder(named, precision, partial(write, part)) / "target.onnx"
 
-    return ModelGraphs(config, tensors, find, runtime)
+    return ModelGraphs(config, tensors, find, runtime, screens=runtime is ONNX_RUNTIME)
 
 
 class OnnxTarget:
     """Graphs of a model behind the `Target` protocol.
 
     The whole model is opened at once; parts of it (skipped layers, early exits) and the head alone when a drafter
-    first asks for them. Each is a session with weights of its own.
+    first asks for them. Each is a session with weights of its own. Where a screen of the head pays, the whole model is
+    three: its layers, the head, and the screen, which a greedy step reads in place of the head.
     """
 
     def __init__(self, graphs: ModelGraphs, options: TargetOptions) -> None:
@@ -123,6 +129,8 @@ class OnnxTarget:
         self._sessions: dict[GraphPart, OnnxSession | OpenVinoSession] = {}
         self._embedding: Tensor | None = None
         self._norm: RMSNorm | None = None
+        self._screened: ScreenedHead | None = None
+        self._divided = graphs.screens and options.row_invariant is not False and _screens(graphs, options)
         self.info = info_of(arch, options, graphs.runtime.name)
         if options.row_invariant is not False and passes_agree(self):
             self.info = replace(self.info, exactness="bit-exact")
@@ -132,6 +140,9 @@ class OnnxTarget:
                 f"passes of {options.weights} in {graphs.runtime.title} change their bits with the number of rows",
                 "a runtime and dtype where they do not, or row_invariant: auto",
             )
+        if self._divided and self.info.exactness == "bit-exact":
+            self._screened = self._open_screen()
+            self.info = replace(self.info, picks=self._screened is not None)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         shape, like = self.architecture.shape, torch.empty(0, dtype=self.info.dtype, device=self.info.device)
@@ -157,6 +168,7 @@ class OnnxTarget:
         batch, width = tokens.shape
         first, end = layers or (0, self.info.num_layers)
         part = DecoderPart(first, end, _within(skip or _NOTHING, first, end), hidden_in is not None)
+        part = replace(part, headless=self._divided and part == DecoderPart(0, self.info.num_layers))
         session = self._session(part)
         windows = {"bias": None, "bias_windowed": self.architecture.window}
         sights = {
@@ -165,21 +177,28 @@ class OnnxTarget:
             if name in session.inputs
         }
         scored = torch.arange({"all": 0, "last": width - 1, "none": width}[rows], width, device=self.info.device)
-        feeds = feeds_above(cache, width, sights) | {"positions": positions.contiguous(), "scored": scored}
+        feeds = feeds_above(cache, width, sights) | {"positions": positions.contiguous()}
+        feeds |= {} if part.headless else {"scored": scored}
         entry = ("tokens", tokens) if hidden_in is None else ("hidden_in", hidden_in)
         feeds[entry[0]] = entry[1].contiguous()
         states = (batch, width, self.info.hidden_size)
         wanted = {"hidden_pre": states, "hidden_post": states, **{f"tap.{tap}": states for tap in taps}}
-        if len(scored):
+        if len(scored) and not part.headless:
             wanted["logits"] = (batch, len(scored), self.info.vocab_size)
         found = session.run(feeds, wanted, cache.data)
-        nothing = positions.new_empty((batch, 0, self.info.vocab_size), dtype=self.info.dtype)
         return TargetOutput(
-            logits=found.get("logits", nothing),
+            logits=self._logits(found, scored),
             taps={tap: found[f"tap.{tap}"] for tap in taps},
             hidden_pre=found["hidden_pre"],
             hidden_post=found["hidden_post"],
         )
+
+    def _logits(self, found: Mapping[str, Tensor], scored: Tensor) -> Tensor:
+        """What the head says of these rows of a pass, where the pass did not say it itself.  # [X] -> [B, X, V]"""
+        if "logits" in found:
+            return found["logits"]
+        normed = found["hidden_post"]
+        return self.score(normed[:, scored]) if len(scored) else normed.new_empty(len(normed), 0, self.info.vocab_size)
 
     def embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is None:
@@ -200,8 +219,21 @@ class OnnxTarget:
         logits = self._session("head").run({"scored": rows}, {"logits": shape})["logits"]
         return logits.view(*normed.shape[:-1], shape[-1])
 
+    @torch.inference_mode()
+    def pick(self, normed: Tensor) -> Tensor:
+        """See `PickingTarget.pick`."""
+        assert self._screened is not None, "there is no screen: info.picks says so"
+        rows = normed.reshape(-1, normed.shape[-1]).contiguous()
+        return self._screened.pick(rows).view(normed.shape[:-1])
+
+    def _open_screen(self) -> ScreenedHead | None:
+        """None where its bounds do not hold: there the full head does it all."""
+        session = OnnxSession(self._graphs.find("screen"), self._place)
+        head = ScreenedHead(session, head_weight(self._graphs.config, self._graphs.tensors), self.score)
+        return head if head.holds() else None
+
     def _session(self, part: GraphPart) -> OnnxSession | OpenVinoSession:
-        whole = DecoderPart(0, self.info.num_layers)
+        whole = DecoderPart(0, self.info.num_layers, headless=self._divided)
         key = whole if part == DecoderPart() else part
         if key not in self._sessions:
             parts = [each for each in self._sessions if each not in (whole, "head")]
@@ -209,6 +241,12 @@ class OnnxTarget:
                 del self._sessions[parts[0]]
             self._sessions[key] = self._graphs.runtime.open(self._graphs.find(key), self._place)
         return self._sessions[key]
+
+
+def _screens(graphs: ModelGraphs, options: TargetOptions) -> bool:
+    """Whether a screen of the head may pay: of a large one, in float32, on a CPU."""
+    float32 = options.weights == "float32" and options.device.type == "cpu"
+    return float32 and screen_fits(head_weight(graphs.config, graphs.tensors))
 
 
 def _within(skip: Skip, first: int, end: int) -> Skip:
