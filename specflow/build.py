@@ -15,8 +15,9 @@ from specflow.device import find_device
 from specflow.draft.base import SourceContext
 from specflow.draft.combine import FirstOf, Merge, Part
 from specflow.engine import Engine, EngineParts, EngineSettings
+from specflow.errors import RecipeError
 from specflow.graph import DecodeGraph, TargetFacts
-from specflow.length import POLICIES, Fixed
+from specflow.length import POLICIES, Fixed, Until
 from specflow.onnx.store import GraphStore
 from specflow.recipe_draft import CombinedSection, MergeSection
 from specflow.recipe_sections import TargetSection
@@ -84,6 +85,7 @@ def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = Non
     Raises:
         GraphError: The parts do not fit together.
         ModelError: The target cannot be loaded.
+        RecipeError: The length policy weighs costs, and none were measured for this recipe on this machine.
     """
     graph = recipe if isinstance(recipe, DecodeGraph) else DecodeGraph.from_recipe(recipe)
     graph.check()
@@ -92,11 +94,12 @@ def build_engine(recipe: Recipe | DecodeGraph, target: LoadedTarget | None = Non
     loaded = target or load_target(recipe.target)
     graph.check(loaded.facts)
     _price(length, recipe, loaded)
+    until = recipe.length.until
     parts = EngineParts(
         target=loaded.target,
         codec=loaded.codec,
         rule=rule,
-        length=length,
+        length=length if until is None else Until(length, until),
         drafter=build_drafter(recipe, loaded),
         torch_threads=threads_beside(recipe, loaded),
     )
@@ -162,12 +165,24 @@ class _Priced(Protocol):
 
 
 def _price(length: LengthPolicy, recipe: Recipe, loaded: LoadedTarget) -> None:
-    """Give a policy that weighs costs what was measured on this machine: the recipe's own table, else a profile."""
+    """Give a policy that weighs costs what was measured on this machine: the recipe's own table, else a profile.
+
+    Raises:
+        RecipeError: There is neither, and the policy has no prices of its own to go by.
+    """
     if not isinstance(length, _Priced):
         return
     costs = carried_costs(recipe, loaded) or find_profile(recipe, loaded)
     if costs is not None:
         length.use(costs)
+    elif POLICIES[recipe.length.policy].needs_costs:
+        raise RecipeError(
+            f"{recipe.name or 'recipe'}: length.policy",
+            f"{recipe.length.policy}, and no cost profile of this target and draft section on this machine",
+            "measured costs, which it weighs against what is accepted",
+            "`specflow profile RECIPE` measures them, with the same --set; `specflow tune` puts them into tuned.yaml; "
+            "--set length.policy=fixed does without",
+        )
 
 
 def build_drafter(recipe: Recipe, loaded: LoadedTarget) -> Drafter | None:

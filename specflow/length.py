@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from specflow.length_base import Additive, AdditiveConfig, Fixed, FixedConfig, LengthPolicy
+from specflow.length_base import Additive, AdditiveConfig, Fixed, FixedConfig, LengthPolicy, Until
 from specflow.length_confidence import Confidence, ConfidenceConfig, Threshold, ThresholdConfig
 from specflow.length_gain import Costs, ExpectedGain, ExpectedGainConfig
 from specflow.length_match import ByMatch, ByMatchConfig
@@ -33,6 +33,7 @@ __all__ = [
     "Policy",
     "Threshold",
     "ThresholdConfig",
+    "Until",
 ]
 
 
@@ -48,6 +49,8 @@ class Policy:
     """What it makes use of where the source offers it."""
     priced: bool = False
     """Whether it decides by measured costs: it then has `use(costs)`."""
+    needs_costs: bool = False
+    """Whether it has no prices of its own, so that no recipe runs with it before they were measured."""
     chains: bool = False
     """Whether it shortens chains alone: what it means for a tree is nothing."""
     cuts_before: bool = False
@@ -60,5 +63,7 @@ POLICIES: Mapping[str, Policy] = {
     "match": Policy(ByMatchConfig, ByMatch, frozenset({"match_lengths"}), priced=True),
     "threshold": Policy(ThresholdConfig, Threshold, frozenset({"confidence"}), chains=True),
     "confidence": Policy(ConfidenceConfig, Confidence, frozenset({"confidence"}), chains=True),
-    "expected_gain": Policy(ExpectedGainConfig, ExpectedGain, uses=frozenset({"confidence"}), priced=True),
+    "expected_gain": Policy(
+        ExpectedGainConfig, ExpectedGain, uses=frozenset({"confidence"}), priced=True, needs_costs=True
+    ),
 }

@@ -8,10 +8,10 @@ target's, but under rules that weigh p against q which tokens are drawn depends 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
-from operator import mul
+from operator import add, mul
 from typing import TYPE_CHECKING, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Costs", "ExpectedGain", "ExpectedGainConfig"]
-
-log = logging.getLogger(__name__)
-
-NO_PROFILE = (
-    "no cost profile of this very recipe on this device, so every block has up to k = %d tokens; "
-    "`specflow profile RECIPE` measures one in about a minute"
-)
-
+__all__ = [
+    "KEEP",
+    "LEAN",
+    "MOST_WAITS",
+    "PRIOR",
+    "PRIOR_TRIES",
+    "Costs",
+    "ExpectedGain",
+    "ExpectedGainConfig",
+]
 
 MOST_WAITS = 4  # a parked batch is probed at least once in this many times `probe` rounds
 
@@ -78,6 +79,9 @@ class ExpectedGain:
     A token that was cut is a token that drafting did not yield, so a drafter that doubts itself is not asked for long.
     Probes are not cut, or nothing could be learnt from them. Nor is anything on an accelerator: shapes stay as they are
     there, so a column that is cut is paid for all the same.
+
+    Until `use` gave it costs there is nothing to weigh, and a budget is all of k: that is how replays without costs
+    count. No recipe runs so: `build` refuses it.
     """
 
     def __init__(self, k: int, hysteresis: float = 1.03, probe: int = 16, trim: bool = True) -> None:
@@ -85,7 +89,6 @@ class ExpectedGain:
         self.k = k
         self.config = ExpectedGainConfig(hysteresis=hysteresis, probe=probe, trim=trim)
         self._costs: Costs | None = None
-        self._told = False
         self._rows: list[_Row] = []
         self._offered: Sequence[int] | None = None  # [B] nodes of the block that was cut this round
         self._prices: _Prices | None = None
@@ -96,9 +99,6 @@ class ExpectedGain:
         self._costs, self._prices = costs, None
 
     def reset(self, batch: int) -> None:
-        if self._costs is None and not self._told:
-            log.warning(NO_PROFILE, self.k)
-            self._told = True
         self._rows = [_Row(self.k) for _ in range(batch)]
         self._judge_afresh()
 
@@ -263,7 +263,11 @@ class _Rates:
             self._wins[position] = KEEP * self._wins[position] + (position < won)
 
     def rates(self, depth: int) -> list[float]:
-        """Chance of each position; a position seldom reached leans on the rate of all.  # [depth]"""
-        overall = (sum(self._wins) + PRIOR * PRIOR_TRIES) / (sum(self._tries) + PRIOR_TRIES)
+        """Chance of each position; a position seldom reached leans on the rate of all.  # [depth]
+
+        Added up from left to right: from Python 3.12 on `sum` rounds floats otherwise, and decisions would differ.
+        """
+        tries, wins = (reduce(add, counts, 0.0) for counts in (self._tries, self._wins))
+        overall = (wins + PRIOR * PRIOR_TRIES) / (tries + PRIOR_TRIES)
         seen = zip(self._wins[:depth], self._tries[:depth], strict=True)
         return [(wins + LEAN * overall) / (tries + LEAN) for wins, tries in seen]

@@ -14,7 +14,19 @@ from specflow.types import DraftBlock, DraftBudget
 if TYPE_CHECKING:
     from specflow.length_gain import Costs
 
-__all__ = ["ByMatch", "ByMatchConfig"]
+__all__ = [
+    "CLASS_OF",
+    "FIRM",
+    "GOES_ON",
+    "KEEP",
+    "LONGEST",
+    "MOST_WAITS",
+    "NUM_CLASSES",
+    "SHORTEST",
+    "ByMatch",
+    "ByMatchConfig",
+    "best_length",
+]
 
 
 class ByMatchConfig(BaseModel):
@@ -54,9 +66,9 @@ class ByMatch:
         self.config = ByMatchConfig(per_match=per_match, row_price=row_price, fixed_price=fixed_price, probe=probe)
         self._costs: Costs | None = None
         self._place: tuple[int, int] | None = None  # batch and context that the prices were read for
-        self._prices = [1.0, *(1.0 + fixed_price + n * row_price for n in range(1, k + 1))]  # [k + 1] plain steps
+        self.prices = [1.0, *(1.0 + fixed_price + n * row_price for n in range(1, k + 1))]  # [k + 1] plain steps
         # The longest draft that a match of each class may have.  # [NUM_CLASSES]
-        self._reaches = [min(k, ceil(per_match * longest)) for longest in LONGEST[:-1]] + [k]
+        self.reaches = [min(k, ceil(per_match * longest)) for longest in LONGEST[:-1]] + [k]
         self._rows: list[_Row] = []
         self._matched: tuple[int, ...] | None = None  # [B] of the block under verification
 
@@ -77,7 +89,7 @@ class ByMatch:
     def budget(self, limits: Sequence[int], contexts: Sequence[int] = ()) -> DraftBudget:
         if self._costs is not None:
             self._read_prices(self._costs, len(limits), sum(contexts) // max(len(contexts), 1))
-        tables = tuple(row.next_table(self._prices, self._reaches) for row in self._rows)
+        tables = tuple(row.next_table(self.prices, self.reaches) for row in self._rows)
         tokens = tuple(within(max(table), limit) for table, limit in zip(tables, limits, strict=True))
         return DraftBudget(tokens, self.config.per_match, tables)
 
@@ -101,7 +113,7 @@ class ByMatch:
             return
         self._place = place
         plain = costs.round_s(0, *place)
-        self._prices = [costs.round_s(n, *place) / plain for n in range(self.k + 1)]
+        self.prices = [costs.round_s(n, *place) / plain for n in range(self.k + 1)]
         for row in self._rows:
             row.judge_afresh()
 
@@ -141,7 +153,7 @@ class _Row:
         """Most draft tokens by match length, for the coming round.  # [64]"""
         if self._caps is None:
             chances = [wins / tries for wins, tries in zip(self._wins, self._tries, strict=True)]
-            self._caps = [_best(*place, chances, prices) for place in zip(SHORTEST, reaches, strict=True)]
+            self._caps = [best_length(*place, chances, prices) for place in zip(SHORTEST, reaches, strict=True)]
             self._park(self._caps)
         self._round += 1
         offered = [cap or int(self._round >= resume) for cap, resume in zip(self._caps, self._resume, strict=True)]
@@ -171,7 +183,7 @@ class _Row:
             self._waits[index] = min(2 * self._waits[index], MOST_WAITS * self._probe)
 
 
-def _best(length: int, reach: int, chances: Sequence[float], prices: Sequence[float]) -> int:
+def best_length(length: int, reach: int, chances: Sequence[float], prices: Sequence[float]) -> int:
     """The number of draft tokens, up to `reach`, that yields most for its price; 0 where plain steps do.
 
     Args:

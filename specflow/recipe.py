@@ -20,7 +20,16 @@ from pydantic_core import ErrorDetails
 
 from specflow.draft.shipped import shipped_drafters
 from specflow.errors import RecipeError
-from specflow.recipe_draft import COMBINED, DRAFT, PART, CombinedSection, DraftSection, SourceSection, draft_data
+from specflow.recipe_draft import (
+    COMBINED,
+    DRAFT,
+    PART,
+    CombinedSection,
+    DraftSection,
+    SourceSection,
+    draft_data,
+    in_order,
+)
 from specflow.recipe_sections import (
     Choice,
     LengthSection,
@@ -82,6 +91,9 @@ class Recipe(Section):
         """Every value a tuner may try must give a valid recipe: found now, not hours into a study."""
         for key, values in self.tune.items():
             for value in values.ends:
+                if isinstance(self.draft, CombinedSection) and key == f"draft.{self.draft.policy}":
+                    in_order(self.draft, str(value))
+                    continue
                 document = Document("tune", recipe_data(self.model_copy(update={"tune": {}})))
                 document.set(key, value, "tune")
                 try:

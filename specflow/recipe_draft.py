@@ -31,6 +31,8 @@ __all__ = [
     "draft_sections",
     "expand_draft",
     "expand_method",
+    "in_order",
+    "part_names",
     "source_sections",
 ]
 
@@ -174,6 +176,29 @@ class MergeSection(CombinedSection):
 
     merge: Parts = Field(description="sources whose proposals become one tree; the first goes first at every depth")
     nodes: int = Field(32, ge=1, le=1024, description="most nodes of the tree, shallow ones first")
+
+
+def part_names(section: CombinedSection) -> tuple[str, ...]:
+    """What the parts are called: each its method, else its source; with its number where several have one name."""
+    names = [part.method or part.source for part in section.parts]
+    return tuple(name if names.count(name) == 1 else f"{name}.{number}" for number, name in enumerate(names))
+
+
+def in_order(section: CombinedSection, order: str) -> CombinedSection:
+    """A combination with its parts in another order.
+
+    Args:
+        section: The combination.
+        order: Names of its parts, as `part_names` has them, between commas.
+
+    Raises:
+        PydanticCustomError: These are not its parts, each once.
+    """
+    names, wanted = part_names(section), [name.strip() for name in order.split(",")]
+    if sorted(wanted) != sorted(names):
+        expected = f"each of these once, between commas: {', '.join(names)}"
+        raise fault(f"tune.draft.{section.policy}", repr(order), expected)
+    return section.model_copy(update={section.policy: tuple(section.parts[names.index(name)] for name in wanted)})
 
 
 class DraftChoice(Choice):

@@ -136,6 +136,7 @@ class LengthSection(Section):
     """How many tokens a round drafts, up to `draft.k`. Every policy has its own subclass (see `length_sections`)."""
 
     policy: str
+    until: int | None = Field(None, ge=1, description="committed tokens from which on rounds are plain; null: none")
 
     @property
     def options(self) -> dict[str, Any]:

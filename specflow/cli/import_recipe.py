@@ -64,8 +64,12 @@ def _given(words: list[str]) -> Given:
 def _checked(done: Imported) -> str:
     """The recipe as YAML, once its parts fit together."""
     from specflow.graph import DecodeGraph
+    from specflow.length import POLICIES
     from specflow.recipe import dump_recipe
 
     recipe = done.recipe()
     DecodeGraph.from_recipe(recipe).check()
-    return f"# read from {done.engine} {done.versions}\n{dump_recipe(recipe)}"
+    head = [f"# read from {done.engine} {done.versions}"]
+    if POLICIES[recipe.length.policy].needs_costs:
+        head.append(f"# {recipe.length.policy} weighs measured costs: `specflow profile` with this file measures them")
+    return "\n".join([*head, dump_recipe(recipe)])

@@ -16,11 +16,13 @@ from transformers import AutoTokenizer, MambaConfig
 
 from specflow import build, recipe_draft
 from specflow.build import LoadedTarget, build_drafter, build_engine, load_target
+from specflow.cost import ProfileKey
 from specflow.draft.base import Needs, SourceContext
 from specflow.draft.registry import discover
-from specflow.errors import ModelError
-from specflow.recipe import Recipe, load_recipe, parse_recipe
-from specflow.recipe_sections import TargetSection
+from specflow.errors import ModelError, RecipeError
+from specflow.length import POLICIES
+from specflow.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes, trained_recipes
+from specflow.recipe_sections import CostsSection, TargetSection
 from specflow.target.wheel import WheelModel
 from specflow.types import Sampling
 
@@ -109,7 +111,7 @@ class MadeCosts:
 
 @pytest.mark.parametrize("policy", ["expected_gain", "fixed"])
 def test_a_policy_that_weighs_costs_gets_the_profile_of_this_machine(
-    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -123,7 +125,50 @@ def test_a_policy_that_weighs_costs_gets_the_profile_of_this_machine(
     engine = build_engine(recipe, target)
     assert asked == (["expected_gain"] if policy == "expected_gain" else [])
     assert engine.generate([[5, 6, 5, 6, 5]], Sampling(max_new_tokens=4))
-    assert "no cost profile" not in caplog.text
+
+
+@pytest.mark.parametrize("where", ["this machine", "another machine"])
+def test_expected_gain_without_measured_costs_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is guessed: a table that was measured elsewhere is no better than none."""
+    monkeypatch.setattr(build, "find_profile", lambda recipe, loaded: None)
+    target = LoadedTarget(tiny_target(), NumberText())  # type: ignore[arg-type]
+    recipe = parse_recipe({"name": "mine", "draft": {"method": "ngram"}, "length": {"policy": "expected_gain"}})
+    if where == "another machine":
+        machine = {**ProfileKey.of(recipe, target.target.info).machine, "cpu_model": "abacus"}
+        costs = CostsSection(target={}, machine=machine, passes=("1 1 64 0.1 0.1 0.1 5",))
+        recipe = recipe.model_copy(update={"runtime": recipe.runtime.model_copy(update={"costs": costs})})
+    with pytest.raises(RecipeError) as error:
+        build_engine(recipe, target)
+    assert error.value.where == "mine: length.policy"
+    assert "no cost profile" in error.value.found
+    assert all(each in error.value.hint for each in ("specflow profile", "specflow tune", "length.policy=fixed"))
+
+
+@pytest.mark.parametrize("policy", ["fixed", "match"])
+def test_policies_that_can_do_without_costs_run_without_them(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_profile", lambda recipe, loaded: None)
+    target = LoadedTarget(tiny_target(), NumberText())  # type: ignore[arg-type]
+    recipe = parse_recipe({"draft": {"method": "ngram"}, "length": {"policy": policy}})
+    assert build_engine(recipe, target).generate([[5, 6, 5, 6, 5]], Sampling(max_new_tokens=4))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_beyond_length_until_no_draft_is_asked_for_and_the_text_is_the_same(batch: int) -> None:
+    target = LoadedTarget(tiny_target(), NumberText())  # type: ignore[arg-type]
+    prompts, made = [[5, 6, 5, 6, 5], [7, 8] * 6], {}
+    for until in (None, 20):
+        length = {"policy": "fixed"} if until is None else {"policy": "fixed", "until": until}
+        recipe = parse_recipe({"draft": {"method": "ngram", "k": 2}, "length": length, "runtime": {"batch": batch}})
+        made[until] = build_engine(recipe, target).generate(prompts, Sampling(max_new_tokens=40, ignore_eos=True))
+    assert [each.tokens for each in made[None]] == [each.tokens for each in made[20]]
+    for free, stopped, prompt in zip(made[None], made[20], prompts, strict=True):
+        assert stopped.counts.num_draft_calls <= 20 - len(prompt) < free.counts.num_draft_calls
+
+
+@pytest.mark.parametrize("name", [*shipped_recipes(), *trained_recipes()])
+def test_every_recipe_that_ships_runs_without_a_profile(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.draft is None or not POLICIES[recipe.length.policy].needs_costs
 
 
 def test_parts_of_a_combination_are_built_with_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from specflow.cost import ProfileKey, profile_data, save_profile
 from specflow.errors import DataError, RecipeError
 from specflow.recipe import load_recipe
 
+GAIN = ("--set", "length.policy=expected_gain")
 DSPARK = ("dspark", "--set", "draft.k=3", "--set", "draft.weights=w")
 
 
@@ -41,14 +42,14 @@ def test_an_export_is_a_command_its_files_and_what_got_lost() -> None:
 
 
 def test_everything_is_one_json_object(profile: str) -> None:
-    done = json.loads(call("export", "engine", "sglang", *DSPARK, "--profile", profile, "--json").stdout)
+    done = json.loads(call("export", "engine", "sglang", *DSPARK, *GAIN, "--profile", profile, "--json").stdout)
     assert done["engine"] == "sglang"
     assert {"sps_table.json", "sps_table_flat.json"} <= set(done["files"])
     assert any("--acceptance" in note for note in done["notes"])
 
 
 def test_a_profile_becomes_a_batch_schedule(profile: str) -> None:
-    words = ("export", "engine", "vllm", "eagle3", "--set", "draft.k=3", "--profile", profile, "--json")
+    words = ("export", "engine", "vllm", "eagle3", "--set", "draft.k=3", *GAIN, "--profile", profile, "--json")
     done = json.loads(call(*words).stdout)
     assert "num_speculative_tokens_per_batch_size" in " ".join(done["command"])
     never = json.loads(call(*words, "--acceptance", "0").stdout)
@@ -68,7 +69,7 @@ def test_a_profile_overrules_no_fixed_length(profile: str, engine: str) -> None:
 
 def test_files_are_written_with_a_script_that_starts_them(profile: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    call("export", "engine", "sglang", *DSPARK, "--profile", profile, "-o", str(out))
+    call("export", "engine", "sglang", *DSPARK, *GAIN, "--profile", profile, "-o", str(out))
     names = {"request.json", "sps_table.json", "sps_table_flat.json", "launch.sh", "export.json"}
     assert {file.name for file in out.iterdir()} == names
     script = (out / "launch.sh").read_text()
@@ -97,6 +98,13 @@ def test_an_import_prints_the_recipe_and_what_is_wrong() -> None:
     assert row["findings"]
 
 
+def test_an_imported_recipe_says_that_it_needs_a_profile() -> None:
+    line = '{"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[1, 8, 4]]}'
+    assert "specflow profile" in call("import", "vllm", "--", "vllm", "serve", "t", "-sc", line).stdout
+    line = '{"method": "ngram", "num_speculative_tokens": 4}'
+    assert "specflow profile" not in call("import", "vllm", "--", "vllm", "serve", "t", "-sc", line).stdout
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -123,7 +131,7 @@ def test_carried_costs_are_a_profile(tmp_path: Path) -> None:
     from specflow.cost_table import costs_section
     from specflow.recipe import dump_recipe, parse_recipe, recipe_data
 
-    recipe = load_recipe("eagle3", ["draft.k=3", "draft.weights=w"])
+    recipe = load_recipe("eagle3", ["draft.k=3", "draft.weights=w", "length.policy=expected_gain"])
     carried: dict[str, Any] = recipe_data(recipe)
     section = costs_section(ProfileKey({"name": "t"}, None, {"cpu_model": "c"}), made_costs(3))
     carried["runtime"] = {"costs": section.model_dump(exclude_defaults=True)}

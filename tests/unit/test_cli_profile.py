@@ -15,13 +15,14 @@ from tiny import NumberText, tiny_target
 from typer.testing import CliRunner
 
 from specflow import build
-from specflow.build import LoadedTarget
+from specflow.build import LoadedTarget, build_engine
 from specflow.cli import profile as profile_module
 from specflow.cost import CostModel, Timing, find_profile, load_profile
-from specflow.errors import DataError, GraphError
+from specflow.errors import DataError, GraphError, RecipeError
 from specflow.measure import Spread
 from specflow.plot import draw_profile
 from specflow.recipe import load_recipe
+from specflow.types import Sampling
 
 LOADED = LoadedTarget(tiny_target(), NumberText())  # type: ignore[arg-type]
 QUICK = ("--contexts", "10,40", "--rows", "1,2,8", "--repeat", "3")
@@ -100,6 +101,14 @@ def test_many_doubts_are_counted_not_listed(here: Path) -> None:
 
 def test_the_policy_that_needs_a_profile_does_not_keep_it_from_being_measured(here: Path) -> None:
     assert call("ngram", *QUICK, "--set", "draft.k=2", "--set", "length={policy: expected_gain}").exit_code == 0
+
+
+def test_a_profile_lets_expected_gain_run_at_any_k(here: Path) -> None:
+    recipe = load_recipe("ngram", ["draft.k=2", "length={policy: expected_gain}"])
+    with pytest.raises(RecipeError, match="specflow profile RECIPE"):
+        build_engine(recipe, LOADED)
+    call("ngram", *QUICK, "--set", "draft.k=3")
+    assert build_engine(recipe, LOADED).generate([[5, 6, 5, 6, 5]], Sampling(max_new_tokens=4))
 
 
 def test_what_was_measured_is_shown_even_where_it_cannot_be_kept(here: Path) -> None:

@@ -256,7 +256,7 @@ def test_a_schedule_shrinks_to_the_declared_batch() -> None:
 
 
 def test_of_several_sources_one_drafts_and_the_others_are_gaps() -> None:
-    found = gaps(export(NAME, "history_then_dspark"))
+    found = gaps(export(NAME, "history_then_dspark", "length.policy=expected_gain"))
     assert found["draft.first_of.1"] == "transformers drafts with one method: suffix"
     assert found["length.policy"] == "every round drafts k tokens"
 

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from pydantic import ValidationError
 
-from specflow.length import Additive, ByMatch, Fixed, LengthPolicy
+from specflow.length import Additive, ByMatch, Fixed, LengthPolicy, Until
 from specflow.types import DraftBlock, DraftBudget
 
 
@@ -277,3 +277,16 @@ def test_by_match_ignores_plain_rounds_and_rows_without_a_match() -> None:
 def test_senseless_options_are_refused(make: Callable[[], LengthPolicy]) -> None:
     with pytest.raises(ValidationError):
         make()
+
+
+def test_until_drafts_up_to_a_length_of_context_whatever_the_policy() -> None:
+    policy = started(Until(Fixed(4), 100), 3)
+    assert policy.k == 4
+    assert policy.budget([9, 9, 2], [99, 100, 50]).tokens == (4, 0, 2)
+    assert policy.budget([9, 9, 9]).tokens == (4, 4, 4)  # who asks without contexts has none to stop at
+    learns = started(Until(Additive(8, start=2, up=3), 100), 1)
+    learns.observe([2], [2])
+    assert learns.budget([99], [0]).tokens == (5,)
+    learns.select([0])
+    learns.start(0)
+    assert learns.budget([99], [0]).tokens == (2,)
