@@ -25,13 +25,13 @@ class Prices(Protocol):
     def break_even(self, depth: int, batch: int, context: int) -> float | None: ...
 
 
-def importances(scores: Mapping[Candidate, Score]) -> list[Importance]:
-    """How much of the spread of predicted throughput each choice explains by itself, the largest share first.
+def importances(scores: Mapping[Candidate, Score], objective: str = "throughput") -> list[Importance]:
+    """How much of the spread of a predicted objective each choice explains by itself, the largest share first.
 
     Of a choice: the variance of the means of its values, over the whole variance (a first-order Sobol index). The
     method is judged over all candidates, a knob among those of its recipe.
     """
-    rates = {each: score.throughput for each, score in scores.items()}
+    rates = {each: OBJECTIVES[objective].of(score) for each, score in scores.items()}
     found = []
     share = _share([(each.recipe, rate) for each, rate in rates.items()])
     if share is not None:

@@ -1,6 +1,6 @@
 """Real runs of the best few and of plain decoding, taking turns on every prompt, so that a slow minute falls on all.
 
-No torch: what decodes is handed in. A contestant that is clearly behind drops out; the race ends when the fastest is
+No torch: what decodes is handed in. A contestant that is clearly behind drops out; the race ends when the best is
 clear of all others, or with the budget.
 """
 
@@ -14,8 +14,9 @@ from typing import Protocol
 from specflow.errors import DataError, SpecFlowError
 from specflow.measure import merge_counts
 from specflow.types import Counts, Timings
-from tuner.choose import Measured, told_apart
-from tuner.interval import FEWEST_PROMPTS, Work, ratio_of_rates
+from tuner.aims import Aims
+from tuner.choose import told_apart
+from tuner.interval import FEWEST_PROMPTS, Measured, Work
 from tuner.result import Split
 from tuner.space import Candidate
 
@@ -24,7 +25,7 @@ __all__ = ["Group", "Race", "RacePlan", "Run", "Runner", "in_turns"]
 DROP_AFTER = 6
 """Groups that everybody has decoded before anybody may drop out."""
 BEHIND = 0.93
-"""Who cannot be faster than this share of the fastest drops out."""
+"""Who cannot reach this share of the best drops out."""
 Advance = Callable[[str], None]
 
 
@@ -74,6 +75,7 @@ class RacePlan:
     ends: float | None = None  # reading of the clock at which it ends
     most_passes: int = 5  # over all groups
     drops: bool = True  # who is clearly behind drops out
+    aims: Aims = field(default_factory=Aims)  # in what
     clock: Callable[[], float] = monotonic
 
 
@@ -173,8 +175,8 @@ def in_turns(
                 _run(race, candidate, group, runner)
                 advance(f"{group.key} · {candidate.label}")
             alive = [each for each in alive if each not in race.failures]
-            alive = _still_in(race, alive) if plan.drops else alive
-        if told_apart(_of(race, alive), plain):
+            alive = _still_in(race, alive, plan.aims) if plan.drops else alive
+        if told_apart(_of(race, alive), plain, plan.aims):
             break
     race.complete = True
     return race
@@ -209,18 +211,18 @@ def _of(race: Race, alive: Sequence[Candidate]) -> Mapping[Candidate, Measured]:
     return {each: work for each, work in race.measured().items() if each in alive}
 
 
-def _still_in(race: Race, alive: Sequence[Candidate]) -> list[Candidate]:
-    """Who is not clearly behind the fastest."""
+def _still_in(race: Race, alive: Sequence[Candidate], aims: Aims) -> list[Candidate]:
+    """Who is not clearly behind the best."""
     measured = _of(race, alive)
     base = measured[race.plain]
     if len(base) < DROP_AFTER:
         return list(alive)
-    ups = {each: up for each in alive if (up := ratio_of_rates(measured[each], base)) is not None}
-    fastest = max(ups, key=lambda each: ups[each].value)
+    ups = {each: up for each in alive if (up := aims.ahead(measured[each], base)) is not None}
+    best = max(ups, key=lambda each: ups[each].value)
     kept = []
     for each in alive:
-        gap = ratio_of_rates(measured[each], measured[fastest])
-        if each in (race.plain, fastest) or gap is None or gap.high >= BEHIND:
+        gap = aims.ahead(measured[each], measured[best])
+        if each in (race.plain, best) or gap is None or gap.high >= BEHIND:
             kept.append(each)
         else:
             race.dropped.append(each)

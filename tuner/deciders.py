@@ -1,22 +1,20 @@
 """What is drafted, verified and accepted at positions of a trace, as a length policy decides it.
 
 Policies are the very objects that the engine uses. Where one keeps no state, all positions go through it as one batch;
-where its rows know nothing of each other, all requests do, each at its own pace; where they share prices, they are
-decoded together as the engine would.
+where its rows share prices, they are decoded together as the engine would. What lies between is for `tuner.lanes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from specflow.length import Fixed
 from specflow.types import DraftBudget
-from tuner.recalled import Chain, Recalled
 from tuner.walk import Decided
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[Any]
 
-__all__ = ["Apart", "Served", "Setting", "Together", "by_position", "keeps_no_state"]
+__all__ = ["Served", "Setting", "Together", "by_position", "keeps_no_state"]
 
 Kind = Literal["context", "prefix", "self"]
 SAFEST_FIRST: tuple[Kind, ...] = ("context", "prefix", "self")
@@ -57,6 +55,15 @@ class Served:
     def kind(self) -> Kind:
         """What its confidence depends on."""
         return self.drafts.info.confidence_from or "context"
+
+    @property
+    def copies(self) -> bool:
+        """Whether it copies text, and says how long a match its drafts continue."""
+        return self.drafts.info.matches and self.drafts.match is not None
+
+    def sure(self, along: bool) -> Numbers | None:
+        """How sure it is of its drafts; with `along`, along the text where the rule weighs their law.  # [P, K]"""
+        return self.drafts.law_confidence if along and self.weighed else self.drafts.confidence
 
 
 @dataclass(frozen=True)
@@ -208,76 +215,6 @@ class _Drawn:
         return self
 
 
-class Apart:
-    """A policy whose rows know nothing of each other, asked for any number of rows at once.
-
-    Args:
-        setting: The trace and the drafters.
-        policy: The engine's own.
-    """
-
-    def __init__(self, setting: Setting, policy: LengthPolicy) -> None:
-        self._setting, self.policy = setting, policy
-
-    def decide(self, at: Numbers) -> dict[str, Numbers]:
-        """One round of rows at these positions.  # [B] -> field of `Decided` -> [B]"""
-        setting, trace = self._setting, self._setting.trace
-        budget = self.policy.budget(trace.limit[at].tolist(), trace.context[at].tolist())
-        most = np.array(budget.tokens)
-        found = _first_of(setting, at, [self._budget(served, at, most, budget) for served in setting.served])
-        if budget.stop_below is not None:
-            self._stop(found, at, np.array(budget.stop_below))
-        if setting.served and any(served.drafts.info.matches for served in setting.served):
-            self._tell_matches(found, at)
-        accepted = np.minimum(found["accepted"], trace.left[at] - 1)
-        self.policy.observe(found["verified"].tolist(), accepted.tolist())
-        return {**found, "asked": most > 0}
-
-    def _budget(self, served: Served, at: Numbers, most: Numbers, budget: DraftBudget) -> Numbers:
-        """How deep one drafter may go in each row: copies, as far as their match allows.  # [B]"""
-        most = np.minimum(most, served.k)
-        match = served.drafts.match
-        if not served.drafts.info.matches or match is None or (budget.per_match is None and budget.by_match is None):
-            return most
-        lengths = match[at].tolist()
-        return np.array(
-            [min(int(each), budget.most(row, lengths[row])) if lengths[row] else 0 for row, each in enumerate(most)],
-            dtype=np.int64,
-        )
-
-    def _stop(self, found: dict[str, Numbers], at: Numbers, bar: Numbers) -> None:
-        """End each chain after the first token that its drafter gave less probability than the bar."""
-        for number, served in enumerate(self._setting.served):
-            drafts, here = served.drafts, found["served"] == number
-            if served.tree or drafts.chance is None:
-                continue
-            length = np.where(here, _up_to(drafts.chance[at], bar, found["drafted"]), found["drafted"])
-            accepted = found["accepted"]
-            if served.weighed and drafts.law is not None:
-                accepted = np.where(here, np.minimum(accepted, _up_to(drafts.law[at], bar, found["drafted"])), accepted)
-                length = np.maximum(length, accepted)
-            for name in ("drafted", "verified", "nodes"):
-                found[name] = length
-            found["accepted"] = np.minimum(accepted, length)
-
-    def _tell_matches(self, found: dict[str, Numbers], at: Numbers) -> None:
-        """Show the policy the block that it has allowed, for what its drafts rest on."""
-        if not found["drafted"].any():
-            return
-        match = np.zeros(len(at), np.int64)
-        for number, served in enumerate(self._setting.served):
-            if served.drafts.info.matches and served.drafts.match is not None:
-                here = (found["served"] == number) & (found["drafted"] > 0)
-                match[here] = served.drafts.match[at][here]
-        self.policy.trim(block_of(found["drafted"], None, "context", True, tuple(match.tolist())))
-
-
-def _up_to(chance: Numbers, bar: Numbers, length: Numbers) -> Numbers:
-    """Tokens up to the first below the bar, that one included.  # [B, K], [B], [B] -> [B]"""
-    unsure = chance < bar[:, None]
-    return np.where(unsure.any(1), np.minimum(unsure.argmax(1) + 1, length), length)
-
-
 class Together:
     """A policy whose rows share prices, driven round by round as the engine drives it.
 
@@ -327,12 +264,7 @@ class Together:
         self, positions: Sequence[int], found: Sequence[Decided], served: Sequence[Served | None], along: bool
     ) -> Sequence[int]:
         """How much the policy lets stand of each row's chain.  # [B]"""
-        block = partial(self._block, positions, found, served, along)
-        by = served[0]
-        if len(found) > 1 or by is None or not isinstance(self._policy, Recalled):
-            return self._policy.trim(block()).lengths
-        chain = Chain(by.drafts.info.name, by.weighed, along, positions[0], found[0].drafted)
-        return (self._policy.kept(chain, block),)
+        return self._policy.trim(self._block(positions, found, served, along)).lengths
 
     def _block(
         self, positions: Sequence[int], found: Sequence[Decided], served: Sequence[Served | None], along: bool
@@ -342,7 +274,7 @@ class Together:
         confidence: Numbers | None = None
         kinds: list[Kind] = ["context"]
         for row, (at, by) in enumerate(zip(positions, served, strict=True)):
-            own = None if by is None else by.drafts.law_confidence if along and by.weighed else by.drafts.confidence
+            own = None if by is None else by.sure(along)
             if by is not None and own is not None:
                 if confidence is None:
                     confidence = np.ones((len(found), max(lengths)), own.dtype)
@@ -360,7 +292,7 @@ class Together:
 
 def _matched(served: Served, at: int) -> int:
     """Tokens of text that a copy continues; 0 where the drafter copies none."""
-    return served.drafts.matches[at] if served.drafts.info.matches and served.drafts.match is not None else 0
+    return served.drafts.matches[at] if served.copies else 0
 
 
 def _depth(served: Served, row: int, at: int, budget: DraftBudget) -> int:

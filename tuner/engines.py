@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,7 @@ class EngineRunner:
         tokens = sum(len(each.tokens) - 1 for each in made)  # the first came with the prefill
         counts = merge_counts(each.counts for each in made)
         equal = self._compared(candidate, group, [each.tokens for each in made])
-        return Run(Work(tokens, seconds), counts, longest.timings, longest.counts.num_rounds, equal)
+        return Run(Work(tokens, seconds, _spans(made)), counts, longest.timings, longest.counts.num_rounds, equal)
 
     def _decode(self, candidate: Candidate, group: Group, most: int | None = None) -> list[Generation]:
         engine, sampling = self._engine(candidate)
@@ -92,3 +92,12 @@ class EngineRunner:
         if candidate == self._plain:
             self._texts.setdefault(group.key, texts)
         return self._texts[group.key] == texts if group.key in self._texts else None
+
+
+def _spans(made: Sequence[Generation]) -> tuple[float, ...]:
+    """Seconds of each request from its first token to its last, without the prompts that were scored meanwhile.
+
+    All requests are admitted before the first round, so each waits for the prompts of those that come after it.
+    """
+    prefills = [each.timings.prefill_s for each in made]
+    return tuple(each.timings.decode_s - sum(prefills[number + 1 :]) for number, each in enumerate(made))

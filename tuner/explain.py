@@ -13,6 +13,7 @@ from tuner.words import (
     category_line,
     confirmed_line,
     error_line,
+    judged_line,
     level_lines,
     machine_line,
     nearest_round,
@@ -29,12 +30,13 @@ def explain(result: TuneResult) -> str:
 
 def _sections(result: TuneResult) -> Iterator[list[str]]:
     work = result.workload
-    head = [answer_line(result.answer), result.answer.reason]
+    head = [answer_line(result.answer), result.answer.reason, f"{judged_line(result)}."]
     if result.answer.ties:
         head.append(f"Could not be told from it: {', '.join(result.answer.ties)}.")
     facts = f"{work.prompts} prompts, up to {work.max_new_tokens} tokens each, through the {work.path}"
     yield [*head, "", f"Measured on {machine_line(result)}; {facts}.", f"{CONVENTION}."]
-    yield _section("Measured", [confirmed_line(each) for each in result.confirmed] + [error_line(result)])
+    measured = [confirmed_line(each, result.objectives) for each in result.confirmed]
+    yield _section("Measured", [*measured, error_line(result)])
     nearest = nearest_round(result)
     yield _section("Where the time goes", list(round_lines(nearest)) if nearest is not None else [])
     yield _section("Break-even", [break_even_line(each) for each in result.break_even])
@@ -45,6 +47,7 @@ def _sections(result: TuneResult) -> Iterator[list[str]]:
     yield _section("Look at", [*hints, *result.warnings])
     yield _section("Left out", [f"{each.recipe} ({each.phase}): {each.reason}" for each in result.refused])
     yield _section("Rows that could not be used", list(work.bad_rows))
+    yield _section("Drafters", [f"{name}: {said}" for name, said in result.drafters.items()])
     tried = f"{result.trials} candidates replayed, {result.hopeless} ruled out by their price alone"
     spent = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in result.seconds.items())
     yield _section("Search", [tried, spent])

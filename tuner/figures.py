@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from tuner.chart import Axes, bar_chart, line_chart, point_chart
 from tuner.result import Predicted, TuneResult
@@ -11,6 +12,7 @@ __all__ = [
     "acceptance_figure",
     "context_figure",
     "importance_figure",
+    "latency_figure",
     "pareto_figure",
     "predicted_figure",
     "round_figure",
@@ -21,6 +23,7 @@ __all__ = [
 MOST_SERIES = 8
 PARTS = ("draft", "target pass", "verification", "other", "unexplained")
 MEMORY = 1e6  # bytes of the unit on the axis
+UNITS = {"throughput": "tokens/s", "latency": "p95 latency, s", "memory": "memory, MB"}
 
 
 def predicted_figure(result: TuneResult) -> str | None:
@@ -57,21 +60,46 @@ def round_figure(result: TuneResult) -> str | None:
 
 def throughput_figure(result: TuneResult, concurrency: int) -> str | None:
     """Predicted throughput by K, the best length policy of each; the dashed line is plain decoding."""
-    best: dict[str, dict[int, Predicted]] = defaultdict(dict)
-    for each in result.predictions:
-        k = each.choice.candidate.k
-        if each.concurrency == concurrency and k:
-            known = best[each.choice.recipe].get(k)
-            if known is None or each.throughput > known.throughput:
-                best[each.choice.recipe][k] = each
+    best = _by_depth(result, concurrency, lambda each: each.throughput)
     if not best:
         return None
     lines = {name: [(float(k), by_k[k].throughput) for k in sorted(by_k)] for name, by_k in best.items()}
     ranked = dict(sorted(lines.items(), key=lambda pair: -max(rate for _, rate in pair[1])))
     some = next(iter(next(iter(best.values())).values()))
     plain = some.throughput / some.speed_up if some.speed_up > 0 else None
-    load = "" if concurrency == 1 else f", {concurrency} requests at once"
-    return line_chart(Axes(f"Predicted throughput by K{load}", "K", "tokens/s", counts=True), _few(ranked), plain)
+    title = f"Predicted throughput by K{_at_once(concurrency)}"
+    return line_chart(Axes(title, "K", "tokens/s", counts=True), _few(ranked), plain)
+
+
+def latency_figure(result: TuneResult, concurrency: int) -> str | None:
+    """Predicted p95 latency by K, the best length policy of each; the dashed line is plain decoding, measured."""
+    best = _by_depth(result, concurrency, lambda each: -(each.latency_p95_s or 0.0))
+    if not best:
+        return None
+    lines = {name: [(float(k), by_k[k].latency_p95_s or 0.0) for k in sorted(by_k)] for name, by_k in best.items()}
+    ranked = dict(sorted(lines.items(), key=lambda pair: min(span for _, span in pair[1])))
+    rows = [each for each in result.confirmed if each.concurrency == concurrency and not each.choice.settings]
+    plain = rows[0].latency_p95_s if rows else None
+    title = f"Predicted p95 latency by K{_at_once(concurrency)}"
+    return line_chart(Axes(title, "K", "seconds, first token to last", counts=True), _few(ranked), plain)
+
+
+def _by_depth(
+    result: TuneResult, concurrency: int, worth: Callable[[Predicted], float]
+) -> dict[str, dict[int, Predicted]]:
+    """The best prediction of each recipe and K."""
+    best: dict[str, dict[int, Predicted]] = defaultdict(dict)
+    for each in result.predictions:
+        k = each.choice.candidate.k
+        if each.concurrency == concurrency and k:
+            known = best[each.choice.recipe].get(k)
+            if known is None or worth(each) > worth(known):
+                best[each.choice.recipe][k] = each
+    return best
+
+
+def _at_once(concurrency: int) -> str:
+    return "" if concurrency == 1 else f", {concurrency} requests at once"
 
 
 def acceptance_figure(result: TuneResult, conditional: bool) -> str | None:
@@ -101,34 +129,32 @@ def context_figure(result: TuneResult) -> str | None:
 
 
 def pareto_figure(result: TuneResult) -> str | None:
-    """Candidates in two objectives; the dashed line joins those that no other beats in both."""
+    """Candidates in the first two objectives; the dashed line joins those that no other beats in all objectives."""
     if len(result.objectives) < 2:
         return None
-    first = result.concurrency[0]
-    rows = [each for each in result.predictions if each.concurrency == first]
-    other = "memory" if "memory" in result.objectives else "latency"
-    points = [(each.throughput, _other(each, other), each.pareto) for each in rows]
+    across, up = result.objectives[:2]
+    rows = [each for each in result.predictions if each.concurrency == result.concurrency[0]]
     groups = {
-        "on the front": [(x, y) for x, y, best in points if best],
-        "beaten": [(x, y) for x, y, best in points if not best],
+        "on the front": [(_figure(each, across), _figure(each, up)) for each in rows if each.pareto],
+        "beaten": [(_figure(each, across), _figure(each, up)) for each in rows if not each.pareto],
     }
     some = {name: group for name, group in groups.items() if group}
-    label = "memory, MB" if other == "memory" else "p95 latency, s"
-    return (
-        point_chart(Axes("Pareto front", "tokens/s", label), some, joined=sorted(groups["on the front"]))
-        if some
-        else None
-    )
+    if not some:
+        return None
+    return point_chart(Axes("Pareto front", UNITS[across], UNITS[up]), some, joined=sorted(groups["on the front"]))
 
 
-def _other(each: Predicted, name: str) -> float:
-    return (each.memory_bytes or 0) / MEMORY if name == "memory" else each.latency_p95_s or 0.0
+def _figure(each: Predicted, objective: str) -> float:
+    if objective == "memory":
+        return (each.memory_bytes or 0) / MEMORY
+    return each.throughput if objective == "throughput" else each.latency_p95_s or 0.0
 
 
 def importance_figure(result: TuneResult) -> str | None:
     """How much each choice matters."""
     rows = {f"{each.scope}: {each.key}": [each.share] for each in result.importance[:12]}
-    return bar_chart(Axes("What matters", "share of the variance of predicted throughput"), rows) if rows else None
+    axes = Axes("What matters", f"share of the variance of predicted {result.objectives[0]}")
+    return bar_chart(axes, rows) if rows else None
 
 
 def schedule_figure(result: TuneResult) -> str | None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tuner.scoring import Objective, Score
+from tuner.aims import alike, gain_of, hurdle_of, sort_key
+from tuner.scoring import OBJECTIVES, Score
 from tuner.space import Candidate
 
 __all__ = ["finalists"]
 
 WORTH_A_RUN = 0.97
-"""A candidate that promises less than this share of plain throughput is not run, unless it is the best there is."""
-ALIKE = 0.01
-"""Predictions that differ by a smaller share are one: a run would not tell them apart either."""
+"""A candidate that promises less than this share of what plain decoding has is not run, unless it is the best."""
 METHODS = 3
 """Recipes whose best candidate takes part before a second one of any recipe does."""
 UNPREDICTED = 3
+Scores = Mapping[Candidate, Score]
 
 
 def finalists(
-    scores: Mapping[Candidate, Score],
+    scores: Scores,
     plain: Score | None,
-    objective: Objective,
+    objectives: Sequence[str],
     unpredicted: Sequence[Candidate] = (),
     most: int = 4,
 ) -> list[Candidate]:
@@ -30,34 +30,36 @@ def finalists(
     Args:
         scores: Predictions.
         plain: That of plain decoding.
-        objective: What is wanted most.
+        objectives: What is wanted, what matters most first. The best of each further one takes part too.
         unpredicted: Candidates that could not be replayed; a few of them take part as they are.
         most: Predicted candidates at most.
     """
-    order = sorted(scores, key=lambda each: objective.of(scores[each]), reverse=objective.direction == "maximize")
-    least = WORTH_A_RUN * plain.throughput if plain is not None else 0.0
-    worth = [each for each in order if scores[each].throughput >= least] or order[:1]
-    kept = _told_apart(worth, scores, objective)
+    order = sorted(scores, key=lambda each: sort_key(scores[each], objectives))
+    hurdle = hurdle_of(objectives)
+    worth = [each for each in order if plain is None or gain_of(scores[each], plain, hurdle) >= WORTH_A_RUN]
+    worth = worth or sorted(order, key=lambda each: sort_key(scores[each], (hurdle,)))[:1]
+    kept = _told_apart(worth, scores, objectives)
     first_of = {each.recipe: each for each in reversed(kept)}
-    chosen = [each for each in kept if first_of[each.recipe] == each][: min(METHODS, most)]
-    chosen += [each for each in kept if each not in chosen][: most - len(chosen)]
+    chosen = kept[:1]
+    for objective in objectives[1:] if kept else ():
+        chosen.append(min(kept, key=lambda each: sort_key(scores[each], (objective, *objectives))))
+    chosen += [each for each in kept if first_of[each.recipe] == each][:METHODS]
+    chosen = list(dict.fromkeys([*chosen, *kept]))[:most]
     return [*chosen, *(each for each in unpredicted[:UNPREDICTED] if each not in chosen)]
 
 
-def _told_apart(order: Sequence[Candidate], scores: Mapping[Candidate, Score], objective: Objective) -> list[Candidate]:
+def _told_apart(order: Sequence[Candidate], scores: Scores, objectives: Sequence[str]) -> list[Candidate]:
     """Of candidates of one recipe that promise about the same, the one with the smallest K and the simplest policy."""
-    alike: list[list[Candidate]] = []
+    groups: list[list[Candidate]] = []
     for each in order:
-        value = objective.of(scores[each])
-        group = next(
-            (g for g in alike if g[0].recipe == each.recipe and _near(objective.of(scores[g[0]]), value)), None
-        )
+        group = next((g for g in groups if g[0].recipe == each.recipe and _near(scores, g[0], each, objectives)), None)
         if group is None:
-            alike.append([each])
+            groups.append([each])
         else:
             group.append(each)
-    return [min(group, key=lambda each: (each.k, each.policy != "fixed", each.label)) for group in alike]
+    return [min(group, key=lambda each: (each.k, each.policy != "fixed", each.label)) for group in groups]
 
 
-def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= ALIKE * max(abs(one), abs(other))
+def _near(scores: Scores, one: Candidate, other: Candidate, objectives: Sequence[str]) -> bool:
+    names = (*objectives, hurdle_of(objectives))
+    return all(alike(OBJECTIVES[name].of(scores[one]), OBJECTIVES[name].of(scores[other])) for name in names)

@@ -1,8 +1,12 @@
-"""Intervals of speed-ups measured prompt by prompt. Plain numbers.
+"""Intervals of speed-ups and of shorter latencies, measured prompt by prompt. Plain numbers.
 
 A speed-up is the ratio of two rates, each of all tokens over all seconds of the same prompts, so long texts weigh more
 and a prompt that was slow for both counts for neither. Its spread comes from leaving one prompt out at a time (the
 jackknife: Quenouille 1956, Tukey 1958), on the logarithm, with Student's quantiles because prompts are few.
+
+A latency is a quantile, of which the jackknife says nothing (Efron 1979), so the ratio of two comes with the interval
+of the bootstrap: prompts are drawn with replacement, the same for both. Of 12 prompts it covers the truth nine times in
+ten, of 30 as often as it says.
 """
 
 from __future__ import annotations
@@ -11,9 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp, isinf, log, sqrt
 
+import numpy as np
+
+from specflow.measure import quantile
 from tuner.result import Interval
 
-__all__ = ["FEWEST_PROMPTS", "Work", "ratio_of_rates"]
+__all__ = ["FEWEST_PROMPTS", "SLOW", "Measured", "Work", "latency_s", "ratio_of_latencies", "ratio_of_rates"]
 
 FEWEST_PROMPTS = 3
 """Of fewer prompts nobody can say how far their ratios spread."""
@@ -23,6 +30,9 @@ LIKELY = {
 }  # fmt: skip
 """Degrees of freedom -> the two-sided 95 % quantile of Student's t."""
 WIDEST = 700.0  # exp of more is no float
+SLOW = 0.95
+"""The share of requests that are done within the latency that is told."""
+DRAWS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,12 @@ class Work:
 
     tokens: float
     seconds: float
+    spans: tuple[float, ...] = ()  # seconds of each request, first token to last; () is one request, all the seconds
+
+    @property
+    def requests_s(self) -> tuple[float, ...]:
+        """Seconds of each request, from its first token to its last."""
+        return self.spans or (self.seconds,)
 
     def __add__(self, other: Work) -> Work:
         return Work(self.tokens + other.tokens, self.seconds + other.seconds)
@@ -40,14 +56,18 @@ class Work:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-def ratio_of_rates(mine: Mapping[str, Work], base: Mapping[str, Work]) -> Interval | None:
+Measured = Mapping[str, Work]
+"""Prompt, or prompts decoded together -> work done on them."""
+
+
+def ratio_of_rates(mine: Measured, base: Measured) -> Interval | None:
     """How much faster `mine` is than `base` on the prompts that both have; None where there is nothing to compare.
 
     Args:
         mine: Prompt -> work done on it, over all repetitions.
         base: The same of what it is compared with.
     """
-    shared = [key for key in mine if key in base and min(_least(mine[key]), _least(base[key])) > 0]
+    shared = _shared(mine, base)
     if not shared:
         return None
     whole = _log_ratio(mine, base, shared)
@@ -60,6 +80,36 @@ def ratio_of_rates(mine: Mapping[str, Work], base: Mapping[str, Work]) -> Interv
     reach = _quantile(count - 1) * error
     assert not isinf(reach)
     return Interval(value=exp(whole), low=exp(max(whole - reach, -WIDEST)), high=exp(min(whole + reach, WIDEST)))
+
+
+def latency_s(work: Measured) -> float | None:
+    """Seconds from first token to last within which 95 % of the requests are done; None of nothing."""
+    return quantile([span for each in work.values() if _least(each) > 0 for span in each.requests_s], SLOW)
+
+
+def ratio_of_latencies(mine: Measured, base: Measured) -> Interval | None:
+    """How many times shorter the 95 % latency of `mine` is than that of `base`, on the prompts that both have.
+
+    Args:
+        mine: Prompt -> work done on it.
+        base: The same of what it is compared with.
+    """
+    shared = _shared(mine, base)
+    if not shared:
+        return None
+    spans = [np.array([each[key].requests_s for key in shared]) for each in (base, mine)]  # [G, R] each
+    value = float(np.quantile(spans[0], SLOW) / np.quantile(spans[1], SLOW))
+    if len(shared) < FEWEST_PROMPTS:
+        return Interval(value=value, low=0.0, high=value * 1e3)
+    drawn = np.random.default_rng(0).integers(len(shared), size=(DRAWS, len(shared)))
+    theirs, ours = (np.quantile(each[drawn].reshape(DRAWS, -1), SLOW, axis=1) for each in spans)
+    low, high = np.quantile(theirs / ours, (0.025, 0.975))
+    return Interval(value=value, low=min(value, float(low)), high=max(value, float(high)))
+
+
+def _shared(mine: Measured, base: Measured) -> list[str]:
+    """Prompts on which both have made something."""
+    return [key for key in mine if key in base and min(_least(mine[key]), _least(base[key])) > 0]
 
 
 def _least(work: Work) -> float:

@@ -22,7 +22,7 @@ from specflow.recipe_sections import TuneRange
 from tuner.confirm import Group, Runner
 from tuner.engines import EngineRunner
 from tuner.interval import FEWEST_PROMPTS
-from tuner.preflight import Conditions, free_memory, memory_need, preflight, warnings_of
+from tuner.preflight import Conditions, free_memory, memory_need, placed, preflight, warnings_of
 from tuner.profile import Profiled, measured_twice, with_target
 from tuner.replay_scorer import ReplayScorer
 from tuner.result import Refused
@@ -105,6 +105,10 @@ class Laboratory:
         """Bytes a recipe needs beyond plain decoding."""
         return memory_need(recipe, self._loaded.target.info, self._conditions()).total
 
+    def placed(self, recipe: Recipe) -> str:
+        """Where a recipe's drafters compute, and in what."""
+        return placed(recipe, self._loaded.target.info)
+
     def profile(self, recipe: Recipe, target: CostModel | None, advance: Advance) -> Profiled:
         """The cost model of a recipe: kept from before where the fingerprint matches, else measured and kept.
 
@@ -165,10 +169,15 @@ class Laboratory:
             found.append(Group(key, same.pop() if len(same) == 1 else "", tokens, self._plan.seed + part[0][0]))
         return found
 
-    def runner(self, space: Space, concurrency: int) -> Runner:
-        """What decodes contestants."""
+    def runner(self, space: Space, concurrency: int, costs: Mapping[str, CostModel]) -> Runner:
+        """What decodes contestants, each with the costs that its recipe was priced with."""
+
+        def made(candidate: Candidate) -> Recipe | None:
+            recipe, model = space.recipe(candidate), costs.get(candidate.recipe)
+            return self.with_costs(recipe, model) if recipe and recipe.draft and model else recipe
+
         settings = {"max_new_tokens": self._plan.max_new_tokens, "ignore_eos": self._plan.ignore_eos}
-        return EngineRunner(space.recipe, self._loaded, settings, concurrency, Candidate(self._plain.name))
+        return EngineRunner(made, self._loaded, settings, concurrency, Candidate(self._plain.name))
 
     def with_costs(self, recipe: Recipe, model: CostModel) -> Recipe:
         """The recipe with its cost table in it."""

@@ -27,6 +27,7 @@ __all__ = [
     "free_memory",
     "memory_need",
     "missing_weights",
+    "placed",
     "preflight",
     "warnings_of",
 ]
@@ -190,6 +191,21 @@ def free_memory(device: str) -> int | None:
         return None
     found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
     return int(found) * 1024 if found is not None else None
+
+
+def placed(recipe: Recipe, info: TargetInfo) -> str:
+    """Where a recipe's drafters compute, and in what: what no part says is the target's."""
+    return "; ".join(_placed(part, info) for part in recipe.draft.parts) if recipe.draft is not None else ""
+
+
+def _placed(part: SourceSection, info: TargetInfo) -> str:
+    name = part.method or part.source
+    if "match_lengths" in part.info.offers:
+        return f"{name} on the host, no network"
+    device, dtype = getattr(part, "device", None) or info.device, getattr(part, "dtype", "auto")
+    runtime = getattr(part, "runtime", "auto")
+    said = f"{name} on {device} in {info.weights if dtype == 'auto' else dtype}"
+    return f"{said}, {info.runtime if runtime == 'auto' else runtime} runtime"
 
 
 def expected_experts(total: int, active: int, tokens: int) -> float:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[Any]
 
-__all__ = ["Prices"]
+__all__ = ["Prices", "priced_width"]
 
 
 class Prices:

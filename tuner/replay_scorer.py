@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specflow.cost import CostModel
-from specflow.errors import DataError
+from specflow.errors import DataError, SpecFlowError
 from tuner.replay import Replayer
 from tuner.replay_types import ReplayConfig, ReplayResult
 from tuner.result import Split
@@ -45,14 +45,40 @@ class ReplayScorer:
         Raises:
             DataError: The trace does not have it, or it cannot be replayed.
         """
+        (found,) = self.score_many((candidate,), concurrency)
+        if isinstance(found, SpecFlowError):
+            raise found
+        return found
+
+    def score_many(self, candidates: Sequence[Candidate], concurrency: int) -> list[Score | SpecFlowError]:
+        """What each would do, or why it cannot be replayed; those of one recipe share the work."""
+        found: dict[int, Score | SpecFlowError] = {}
+        asked: dict[str, dict[int, tuple[Recipe, ReplayConfig]]] = {}
+        for number, candidate in enumerate(candidates):
+            try:
+                asked.setdefault(candidate.recipe, {})[number] = self._config(candidate, concurrency)
+            except SpecFlowError as error:
+                found[number] = error
+        for name, group in asked.items():
+            results = self._player(name).run_many([config for _, config in group.values()])
+            for (number, (recipe, _)), result in zip(group.items(), results, strict=True):
+                found[number] = self._judged(candidates[number], recipe, result)
+        return [found[number] for number in range(len(candidates))]
+
+    def _config(self, candidate: Candidate, concurrency: int) -> tuple[Recipe, ReplayConfig]:
         recipe = self._space.recipe(candidate)
         if recipe is None or (candidate.settings and candidate.recipe not in self._trace.info.recipes):
             raise DataError(candidate.label, "not in the trace", "a recipe that was traced")
         draws = 1 if self._trace.info.greedy else DRAWS
-        config = ReplayConfig.of(recipe, self._trace.info, concurrency=concurrency, draws=draws)
-        result = self._player(candidate.recipe).run(config)
+        return recipe, ReplayConfig.of(recipe, self._trace.info, concurrency=concurrency, draws=draws)
+
+    def _judged(
+        self, candidate: Candidate, recipe: Recipe, result: ReplayResult | SpecFlowError
+    ) -> Score | SpecFlowError:
+        if isinstance(result, SpecFlowError):
+            return result
         if not result.tokens_per_s or result.acceptance_length is None or result.p95_latency_s is None:
-            raise DataError(candidate.label, "no round in the trace", "prompts with longer answers")
+            return DataError(candidate.label, "no round in the trace", "prompts with longer answers")
         return Score(
             throughput=result.tokens_per_s,
             latency_p95_s=result.p95_latency_s,

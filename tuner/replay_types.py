@@ -105,6 +105,9 @@ class ReplayConfig:
             raise DataError(
                 "trace", f"no recipe '{recipe.name}' in it", f"one of: {known}", "trace it into the same directory"
             )
+        if recipe.length.until is not None:
+            hint = "a context range counts rounds below a length: specflow replay --context"
+            raise DataError("length.until", f"{recipe.length.until}, which no replay heeds", "null", hint)
         found: dict[str, Any] = {
             "drafters": info.recipes[recipe.name],
             "k": recipe.draft.k,

@@ -16,6 +16,7 @@ from tuner.words import (
     break_even_line,
     category_line,
     error_line,
+    judged_line,
     level_lines,
     machine_line,
     nearest_round,
@@ -44,6 +45,7 @@ def report(result: TuneResult) -> str:
         title=f"How to decode {name}",
         result=result,
         answer=answer_line(result.answer),
+        judged=judged_line(result),
         machine=machine_line(result),
         convention=CONVENTION,
         between=between,
@@ -75,8 +77,9 @@ def _figures(result: TuneResult) -> dict[str, Any]:
 
 def _throughput(result: TuneResult) -> Iterator[Markup | str]:
     for concurrency in result.concurrency:
-        if figure := figures.throughput_figure(result, concurrency):
-            yield _safe(figure)
+        for draw in (figures.throughput_figure, *((figures.latency_figure,) if "latency" in result.objectives else ())):
+            if figure := draw(result, concurrency):
+                yield _safe(figure)
 
 
 def _safe(svg: str | None) -> Markup | str:

@@ -92,8 +92,8 @@ class Predicted(_Fact):
     throughput: float
     speed_up: float
     acceptance_length: float
-    latency_p95_s: float | None = None
-    memory_bytes: int | None = None
+    latency_p95_s: float | None = None  # of a request, first token to last
+    memory_bytes: int | None = None  # beyond what plain decoding takes
     pareto: bool = False
 
 
@@ -111,6 +111,11 @@ class Confirmed(_Fact):
     predicted_speed_up: float | None = None
     predicted_throughput: float | None = None
     predicted_split: Split | None = None
+    latency_p95_s: float | None = None  # of a request, first token to last
+    latency_gain: Interval | None = None  # how many times shorter that is than plain decoding's
+    predicted_latency_p95_s: float | None = None
+    memory_bytes: int | None = None  # beyond what plain decoding takes; estimated
+    pareto: bool = False  # no other contestant is as good in every objective and better in one
 
     @property
     def error(self) -> float | None:
@@ -167,10 +172,11 @@ class BreakEven(_Fact):
     acceptance_length: float | None = None
     speed_up: float | None = None
     measured: bool = False  # the last two come from real runs, not from replay
+    latency_gain: float | None = None  # how many times shorter the latency is, where latency has to be beaten
 
 
 class Importance(_Fact):
-    """Share of the variance of predicted throughput that one choice explains by itself."""
+    """Share of the variance of the first predicted objective that one choice explains by itself."""
 
     scope: str  # "method", or the name of the recipe whose knob it is
     key: str
@@ -186,6 +192,7 @@ class Level(_Fact):
     k: int
     speed_up: float
     measured: bool = False
+    latency_gain: float | None = None  # where latency has to be beaten
 
 
 class CategoryAnswer(_Fact):
@@ -197,6 +204,7 @@ class CategoryAnswer(_Fact):
     speed_up: Interval
     acceptance_length: float | None
     differs: bool
+    latency_gain: Interval | None = None  # where latency has to be beaten
 
 
 class Answer(_Fact):
@@ -206,6 +214,9 @@ class Answer(_Fact):
     choice: Choice
     speed_up: Interval
     reason: str
+    objective: str = "throughput"  # in which drafting had to beat plain decoding: throughput or latency
+    gain: Interval | None = None  # by how much it did; None in files of before: the speed-up
+    decided_by: str = "throughput"  # the objective that told it from the others that did, or simplicity
     ties: list[str] = Field(default_factory=list)  # labels that could not be told from it
 
 
@@ -243,6 +254,7 @@ class TuneResult(_Fact):
     importance: list[Importance] = Field(default_factory=list)
     schedule: list[Level] = Field(default_factory=list)
     categories: list[CategoryAnswer] = Field(default_factory=list)
+    drafters: dict[str, str] = Field(default_factory=dict)  # recipe -> where its drafters compute, and in what
     hopeless: int = 0  # candidates that the cost model ruled out before they were tried
     trials: int = 0
     seconds: dict[str, float] = Field(default_factory=dict)  # phase -> what it took

@@ -27,6 +27,7 @@ class Best:
     k: int
     speed_up: float
     measured: bool = False
+    latency_gain: float | None = None  # where latency has to be beaten
 
 
 def make_schedule(best: Sequence[Best]) -> list[Level]:
@@ -39,7 +40,7 @@ def make_schedule(best: Sequence[Best]) -> list[Level]:
     for here in sorted(best, key=lambda each: each.concurrency):
         if before is None or levels[-1].choice != here.choice:
             enter, leave = (1, 0) if before is None else _band(before.concurrency, here.concurrency)
-            facts = {"k": here.k, "speed_up": here.speed_up, "measured": here.measured}
+            facts = {name: getattr(here, name) for name in ("k", "speed_up", "measured", "latency_gain")}
             levels.append(Level(enter=enter, leave=leave, choice=here.choice, **facts))
         before = here
     return levels

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from specflow.errors import DataError
+from specflow.errors import DataError, SpecFlowError
 from tuner.result import Split
 from tuner.space import Candidate
 
-__all__ = ["OBJECTIVES", "Bound", "Objective", "Score", "Scorer", "check_objectives", "hopeless"]
+__all__ = ["OBJECTIVES", "BatchScorer", "Bound", "Objective", "Score", "Scorer", "check_objectives", "hopeless"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,14 @@ class Scorer(Protocol):
         Raises:
             SpecFlowError: It cannot be replayed; the study goes on without it.
         """
+
+
+@runtime_checkable
+class BatchScorer(Scorer, Protocol):
+    """Replays many candidates in less time than one after another."""
+
+    def score_many(self, candidates: Sequence[Candidate], concurrency: int) -> list[Score | SpecFlowError]:
+        """What each would do, or why it cannot be replayed."""
 
 
 class Bound(Protocol):

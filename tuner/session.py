@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,12 @@ from tuner.workload import Asked, Rows, encoded, read_rows
 if TYPE_CHECKING:
     from specflow.build import LoadedTarget
 
-__all__ = ["Order", "again", "carry_out", "claim", "write_run"]
+__all__ = ["Order", "again", "carry_out", "claim", "give_back", "write_run"]
 
 Advance = Callable[[str], None]
 MANIFEST = "run.json"
+STOPPED = "stopped"
+"""What ended a run before it had an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def carry_out(
     how = TunePlan(
         workload=workload.model_copy(update={"ignore_eos": order.ignore_eos}),
         storage=order.where,
-        study=_study_name(order, chosen, lab, workload.files),
+        study=_study_name(order, chosen, workload.files),
         objectives=order.objectives,
         concurrency=order.concurrency,
         trials=order.trials,
@@ -112,14 +115,14 @@ def _shares(budget_s: float | None, num_recipes: int) -> dict[str, float]:
 
 
 def claim(directory: Path, order: Order, resume: bool) -> None:
-    """Take a directory for a run, or the one of a run that was stopped.
+    """Take a directory for a run, or the one of a run that was stopped; one that an error stopped is gone on with.
 
     Raises:
         DataError: It holds other files, or a run of other settings.
     """
     facts = _facts(order)
     manifest = directory / MANIFEST
-    if not resume:
+    if not resume and not _goes_on(manifest, facts):
         claim_directory(directory, "continue a stopped run with --resume, or choose another with -o")
         write_json_atomic(manifest, facts)
         return
@@ -130,6 +133,30 @@ def claim(directory: Path, order: Order, resume: bool) -> None:
     changed = [name for name, value in facts.items() if not isinstance(before, dict) or before.get(name) != value]
     if changed:
         raise DataError(str(directory), f"cannot resume: {', '.join(changed)} differ", "the settings of the run")
+    write_json_atomic(manifest, facts)
+
+
+def _goes_on(manifest: Path, facts: dict[str, Any]) -> bool:
+    """Whether the same was asked before and ended with an error."""
+    try:
+        before = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(before, dict) and STOPPED in before and {**facts, STOPPED: before[STOPPED]} == before
+
+
+def give_back(directory: Path, error: SpecFlowError) -> None:
+    """After an error: the same command may go on with what was measured; where nothing was, the directory is free."""
+    manifest = directory / MANIFEST
+    with suppress(OSError, ValueError, DataError):
+        worth = [path for path in directory.iterdir() if path != manifest and (path.is_dir() or path.stat().st_size)]
+        if worth:
+            facts = json.loads(manifest.read_text(encoding="utf-8"))
+            write_json_atomic(manifest, {**facts, STOPPED: str(error)})
+            return
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
 
 
 def _facts(order: Order) -> dict[str, Any]:
@@ -144,11 +171,11 @@ def _facts(order: Order) -> dict[str, Any]:
     }
 
 
-def _study_name(order: Order, chosen: Chosen, lab: Laboratory, files: dict[str, str]) -> str:
-    """Workers that are asked the same on the same kind of machine share a study, and no others do."""
-    recipes = {name: recipe_data(recipe, full=True) for name, recipe in chosen.recipes.items()}
-    facts = [recipes, lab.target, lab.machine, sorted(files.values()), order.objectives, _facts(order)["limit"]]
-    facts += [order.asked.max_new_tokens, order.asked.seed, order.ignore_eos]
+def _study_name(order: Order, chosen: Chosen, files: dict[str, str]) -> str:
+    """Workers that are asked the same share a study; whose machine is another one is refused by its costs."""
+    recipes = {name: recipe_data(recipe, full=True) for name, recipe in (("", chosen.plain), *chosen.recipes.items())}
+    facts = [recipes, sorted(files.values()), order.objectives, _facts(order)["limit"]]
+    facts += [order.asked.max_new_tokens, order.asked.seed, order.ignore_eos, order.trust_noise]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"specflow-{digest[:12]}"
 
@@ -200,5 +227,5 @@ def again(baseline: TuneResult, tolerance: Tolerance, passes: int, advance: Adva
     space = Space({plain.name: plain, recipe.name: recipe})
     answer, nobody = Candidate(recipe.name), Candidate(plain.name)
     plan = RacePlan(most_passes=passes)
-    race = in_turns([answer], nobody, lab.groups(first), lab.runner(space, first), plan, advance)
+    race = in_turns([answer], nobody, lab.groups(first), lab.runner(space, first, {}), plan, advance)
     return replace(compare(then, race, answer, tolerance), label=recipe.name)

@@ -4,20 +4,23 @@ A recipe's `tune` section says what may change. `draft.k` and `length.policy` ma
 and `verify.rule` where it samples, whether it says so or not; where it does, its own values stand. A combination that
 gives no valid recipe is not part of the space, so what is searched is asked of the recipes and never listed here by
 method. Other options of the draft make another drafter, with its own price and its own drafts: recipes that may change
-them are taken apart into one recipe a setting.
+them are taken apart into one recipe a setting. So are cascades into one recipe an order, since a source is priced with
+those it is asked after: `tune: {draft.first_of: {choices: ["suffix, ngram", "ngram, suffix"]}}`. Without that, the
+sources that may have nothing to say are tried in every order, ahead of the first that always drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice, permutations, product
 from typing import Any
 
 from specflow.errors import GraphError, RecipeError
 from specflow.graph import DecodeGraph
 from specflow.length import POLICIES
 from specflow.recipe import Recipe, parse_recipe, recipe_data
+from specflow.recipe_draft import CombinedSection, FirstOfSection, SourceSection, in_order, part_names
 from specflow.recipe_sections import TuneRange
 from specflow.recipe_yaml import Document
 from specflow.rules import RULE_INFOS
@@ -25,6 +28,7 @@ from specflow.rules import RULE_INFOS
 __all__ = [
     "POLICY",
     "RULE",
+    "UNTIL",
     "Candidate",
     "K",
     "Knob",
@@ -37,15 +41,23 @@ __all__ = [
 ]
 
 Value = bool | int | float | str | None
-K, POLICY, RULE = "draft.k", "length.policy", "verify.rule"
+K, POLICY, RULE, UNTIL = "draft.k", "length.policy", "verify.rule", "length.until"
+MIN_MATCH = "draft.min_match"
 SWITCHES = {POLICY: "length", RULE: "verify"}
 """Keys that choose a section: another value comes with its own options at their defaults."""
 MOST_VARIANTS = 12
+MOST_ORDERS = 6
+"""Of a cascade that names none: each is profiled and traced."""
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 LEAST_DEPTH = 8
 """A drafter that goes token by token may be tried this deep, whatever k its recipe has."""
 SEARCHED = ("length.", "verify.")
 """Keys that may change within a drafter, beside its k."""
+TRIED: Mapping[str, tuple[float, ...]] = {"length.threshold": (0.3, 0.5, 0.7)}
+"""Values of options of length policies that are tried where a recipe names none."""
+LONG_MATCH = 3
+"""A recipe that copies after longer matches only is tried with matches of SHORT_MATCH too: it may never fire."""
+SHORT_MATCH = 2
 STEPS = 8
 """Values of a range of numbers that names no step, where it is listed."""
 
@@ -97,6 +109,8 @@ class Candidate:
 def applied(recipe: Recipe, settings: Mapping[str, Value]) -> Recipe:
     """The recipe with these keys set; another policy or rule comes with its own options at their defaults.
 
+    The key of a combination (`draft.first_of`) puts its parts in the order of their names, after all other keys.
+
     Raises:
         RecipeError: That is no valid recipe.
         GraphError: Its parts do not fit together.
@@ -108,10 +122,13 @@ def applied(recipe: Recipe, settings: Mapping[str, Value]) -> Recipe:
         option = key.rpartition(".")[2]
         if settings.get(key, now := getattr(getattr(recipe, section), option)) != now:
             document.set(section, {option: settings[key]}, "tune")
+    order = _order_key(recipe)
     for key, value in settings.items():
-        if key not in SWITCHES:
+        if key not in SWITCHES and key != order:
             document.set(key, value, "tune")
     made = parse_recipe(document.data, recipe.name or "recipe")
+    if order in settings and isinstance(made.draft, CombinedSection):
+        made = made.model_copy(update={"draft": in_order(made.draft, str(settings[order]))})
     DecodeGraph.from_recipe(made).check()
     return made
 
@@ -123,6 +140,7 @@ def knobs_of(recipe: Recipe) -> tuple[Knob, ...]:
     said = {key: _listed(values) for key, values in recipe.tune.items() if key == K or key.startswith(SEARCHED)}
     rules = _rules(recipe)
     found = {K: _depths(recipe), POLICY: _policies(recipe)} | ({RULE: rules} if len(rules) > 1 else {}) | said
+    found = {**{key: _tried(recipe, key) for key in TRIED if _owner(key, found) is not None}, **found}
     return tuple(Knob(key, values, _owner(key, found)) for key, values in found.items())
 
 
@@ -136,6 +154,10 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
     if stray := [key for key in recipe.tune if not key.startswith(("draft.", *SEARCHED))]:
         raise RecipeError(f"{recipe.name}: tune.{stray[0]}", "a key that is not searched", "draft, length or verify")
     of_draft = {key: _listed(values) for key, values in recipe.tune.items() if key.startswith("draft.") and key != K}
+    if isinstance(recipe.draft, FirstOfSection) and len(orders := _orders(recipe.draft)) > 1:
+        of_draft.setdefault(_order_key(recipe), orders)
+    if (shortest := _long_match(recipe)) is not None:
+        of_draft.setdefault(MIN_MATCH, (shortest, SHORT_MATCH))
     if recipe.draft is None or not of_draft:
         return {recipe.name: recipe}
     rest = {key: values for key, values in recipe.tune.items() if key not in of_draft}
@@ -149,6 +171,37 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
         hint = "narrow the tune section of the recipe"
         raise RecipeError(f"{recipe.name}: tune", f"{len(found)} drafters to try", f"at most {MOST_VARIANTS}", hint)
     return found
+
+
+def _tried(recipe: Recipe, key: str) -> tuple[Value, ...]:
+    """The recipe's own value of an option of its length policy, and those that are tried anyway, in order."""
+    own = getattr(recipe.length, key.rpartition(".")[2], None)
+    return tuple(sorted({*TRIED[key]} | ({own} if own is not None else set())))
+
+
+def _long_match(recipe: Recipe) -> int | None:
+    """The shortest match of a recipe that copies, where it is so long that drafts may never come."""
+    part = recipe.draft if isinstance(recipe.draft, SourceSection) else None
+    shortest = getattr(part, "min_match", 0) if part is not None and "match_lengths" in part.info.offers else 0
+    return shortest if shortest > LONG_MATCH else None
+
+
+def _order_key(recipe: Recipe) -> str:
+    """The key under which a combination's order is set; "" where there is none."""
+    return f"draft.{recipe.draft.policy}" if isinstance(recipe.draft, CombinedSection) else ""
+
+
+def _orders(draft: FirstOfSection) -> tuple[str, ...]:
+    """Orders of a cascade that may differ: of the parts before the first that always drafts; its own comes first.
+
+    A source that copies text has nothing to say where nothing matches; a network always drafts, and whoever comes after
+    it is never asked.
+    """
+    names = part_names(draft)
+    silent = ["match_lengths" in part.info.offers for part in draft.parts]
+    count = silent.index(False) if False in silent else len(names)
+    found = [", ".join((*order, *names[count:])) for order in permutations(names[:count])]
+    return tuple(found) if len(found) <= MOST_ORDERS else (", ".join(names),)
 
 
 def own_settings(recipe: Recipe) -> dict[str, Value]:

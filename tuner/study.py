@@ -7,20 +7,16 @@ take from the queue. What the cost model rules out is never queued.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from pathlib import Path
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from specflow.errors import SpecFlowError
-from tuner.scoring import OBJECTIVES, Score, Scorer
+from tuner.scoring import OBJECTIVES, BatchScorer, Score, Scorer
 from tuner.space import Candidate, Knob, Space, Value
 from tuner.storage import open_storage, storage_errors
+from tuner.workers import abandoned, wait_until, worker
 
 if TYPE_CHECKING:
     import optuna
@@ -29,9 +25,8 @@ __all__ = ["Study", "StudyPlan", "Tried"]
 
 GRID_MOST = 512
 """Up to so many combinations, all are tried."""
-STALE = timedelta(minutes=10)
-"""A trial that has run for so long belongs to a worker that is gone: a replay takes milliseconds."""
-PATIENCE_S = 20.0  # for another worker that is queueing the grid
+AHEAD = 64
+"""Queued candidates that are replayed together."""
 Advance = Callable[[str], None]
 
 
@@ -124,7 +119,7 @@ class Study:
         return len(done) < self.plan.trials
 
     def _try(self, trial: optuna.Trial, advance: Advance) -> None:
-        trial.set_user_attr("worker", _worker())
+        trial.set_user_attr("worker", worker())
         candidate = self._suggest(trial)
         if "candidate" not in trial.user_attrs:
             trial.set_user_attr("candidate", {"recipe": candidate.recipe, "settings": candidate.values})
@@ -147,12 +142,21 @@ class Study:
 
     def _scored(self, candidate: Candidate) -> Score | SpecFlowError:
         """Its score, or why it has none; a sampler comes back to what it likes, and replay says the same again."""
+        if candidate not in self._seen and self.grid and isinstance(self._scorer, BatchScorer):
+            ahead = self._ahead(candidate)
+            self._seen.update(zip(ahead, self._scorer.score_many(ahead, self.plan.concurrency), strict=True))
         if candidate not in self._seen:
             try:
                 self._seen[candidate] = self._scorer.score(candidate, self.plan.concurrency)
             except SpecFlowError as error:
                 self._seen[candidate] = error
         return self._seen[candidate]
+
+    def _ahead(self, candidate: Candidate) -> list[Candidate]:
+        """A candidate and those that are next in the queue: replayed together they take less time each."""
+        waiting = self._study.get_trials(deepcopy=False, states=(_states().WAITING,))
+        queued = [_key(trial.user_attrs.get("candidate")) for trial in waiting]
+        return [candidate, *(each for each in queued if each is not None and each not in self._seen)][:AHEAD]
 
     def _suggest(self, trial: optuna.Trial) -> Candidate:
         recipe = trial.suggest_categorical("recipe", self._names)
@@ -185,7 +189,7 @@ class Study:
             study.sampler = self._sampler(len(study.get_trials(deepcopy=False)))
         candidates = self._candidates() if self.grid else []
         if not made and self.grid:
-            _wait_until(lambda: "queued" in study.user_attrs)
+            wait_until(lambda: "queued" in study.user_attrs)
         self._take_back(study)
         if self.grid and "queued" not in study.user_attrs:
             self._queue(study, candidates)
@@ -215,7 +219,7 @@ class Study:
     def _take_back(self, study: optuna.Study) -> None:
         """Trials of workers that are gone are failures, and what they were about is queued again."""
         for trial in study.get_trials(deepcopy=False, states=(_states().RUNNING,)):
-            if not _abandoned(trial):
+            if not abandoned(trial):
                 continue
             with suppress(RuntimeError, ValueError):  # another worker has done it
                 study.tell(trial.number, state=_states().FAIL)
@@ -242,25 +246,6 @@ def _ordered(knob: Knob) -> bool:
 
 def _key(data: Mapping[str, Any] | None) -> Candidate | None:
     return None if data is None else Candidate.of(data["recipe"], data["settings"])
-
-
-def _worker() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "process": os.getpid()}
-
-
-def _abandoned(trial: optuna.trial.FrozenTrial) -> bool:
-    """Whether nobody works on a running trial any more."""
-    worker = trial.user_attrs.get("worker")
-    if worker is not None and worker["host"] == socket.gethostname():
-        return worker["process"] != os.getpid() and not Path(f"/proc/{worker['process']}").exists()
-    began = trial.datetime_start
-    return began is not None and datetime.now() - began > STALE
-
-
-def _wait_until(done: Callable[[], bool]) -> None:
-    ends = monotonic() + PATIENCE_S
-    while not done() and monotonic() < ends:
-        sleep(0.05)
 
 
 def _states() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,8 +124,13 @@ def _more_than(values: Numbers, deepest: int) -> list[int]:
 
 def _buckets(contexts: Numbers) -> Numbers:
     """`context_bucket` of each."""
-    known, places = np.unique(contexts, return_inverse=True)
-    return np.array([context_bucket(int(each)) for each in known], dtype=np.int64)[places]
+    return _bucket_table(int(contexts.max(initial=0)).bit_length())[contexts]
+
+
+@lru_cache
+def _bucket_table(bits: int) -> Numbers:
+    """Of every context of so many bits."""
+    return np.array([context_bucket(context) for context in range(1 << bits)], dtype=np.int64)
 
 
 def _requests(

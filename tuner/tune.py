@@ -1,19 +1,19 @@
 """One tuning run: preflight, profile, trace, search, confirm; and the result that all reports are made from.
 
-What is loaded, timed or decoded is behind `Lab`, so that the whole run can be judged on made-up machines.
+What is loaded, timed or decoded is behind `lab.Lab`, so that the whole run can be judged on made-up machines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from specflow.cost import CostModel
-from specflow.errors import SpecFlowError
+from specflow.errors import DataError, SpecFlowError
 from specflow.recipe import Recipe, recipe_data
+from tuner.aims import Aims, hurdle_of
 from tuner.analysis import importances
 from tuner.budget import Budget, BudgetSpent
 from tuner.choose import Verdict, choose, effort
@@ -22,47 +22,19 @@ from tuner.finalists import finalists
 from tuner.findings import break_evens, category_answers, confirmed_of, divergences, predictions_of
 from tuner.hints import acceptance_of
 from tuner.interval import FEWEST_PROMPTS
-from tuner.profile import Profiled
-from tuner.result import Answer, Choice, Refused, TuneResult, Workload
+from tuner.lab import Advance, Lab
+from tuner.result import Answer, Choice, Predicted, Refused, TuneResult, Workload
 from tuner.schedule import Best, make_schedule
-from tuner.scoring import OBJECTIVES, Score, Scorer, check_objectives, hopeless
+from tuner.scoring import Score, Scorer, check_objectives, hopeless
+from tuner.shared_costs import SharedCosts
 from tuner.space import Candidate, K, Space, own_settings
 from tuner.study import Study, StudyPlan
+from tuner.switch_off import SwitchOff, contestants_of, joined, switch_offs
 
-__all__ = ["Lab", "TunePlan", "Tuning", "tune"]
+__all__ = ["TunePlan", "Tuning", "tune"]
 
-Advance = Callable[[str], None]
 SEARCH_SHARE = 0.25
 """Of what is left of the budget when the search begins."""
-
-
-class Lab(Protocol):
-    """What loads, times and decodes; `laboratory.Laboratory` does it for real."""
-
-    @property
-    def target(self) -> Mapping[str, Any]: ...
-
-    @property
-    def machine(self) -> Mapping[str, Any]: ...
-
-    @property
-    def context(self) -> int: ...
-
-    def applies(self, recipes: Mapping[str, Recipe]) -> tuple[dict[str, Recipe], list[Refused], list[str]]: ...
-
-    def profile(self, recipe: Recipe, target: CostModel | None, advance: Advance) -> Profiled: ...
-
-    def trace(
-        self, recipes: Mapping[str, Recipe], space: Space, costs: Mapping[str, CostModel], advance: Advance
-    ) -> tuple[Scorer, list[Refused]]: ...
-
-    def groups(self, concurrency: int) -> list[Group]: ...
-
-    def runner(self, space: Space, concurrency: int) -> Runner: ...
-
-    def with_costs(self, recipe: Recipe, model: CostModel) -> Recipe: ...
-
-    def provenance(self, files: Sequence[Path] = ()) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +81,7 @@ class Tuning:
     trials: int = 0
     hopeless: int = 0
     space: Space = field(default_factory=lambda: Space({}))
+    shared: SharedCosts = field(init=False)
 
     @property
     def nobody(self) -> Candidate:
@@ -123,6 +96,7 @@ class Tuning:
             DataError: The machine is too noisy, the storage cannot be reached, the workload has no rounds.
         """
         with self._phase("preflight"):
+            self.shared = self._shared_costs()
             kept, refused, warnings = self.lab.applies(recipes)
             self.refused += refused
             self.warnings += warnings
@@ -165,10 +139,18 @@ class Tuning:
             kept[name] = recipe
         return kept
 
+    def _shared_costs(self) -> SharedCosts:
+        """Profiles that all workers of the study share; those of other batches are none of theirs."""
+        loads = "-".join(map(str, sorted({1, *self.plan.concurrency})))
+        facts = {f"target {name}": value for name, value in self.lab.target.items()} | dict(self.lab.machine)
+        return SharedCosts(self.plan.storage, f"{self.plan.study}-costs-{loads}", facts)
+
     def _profiled(self, recipe: Recipe, target: CostModel | None) -> CostModel:
         """One cost model; warns of timings that spread wide, of those of the target once, under plain decoding."""
         name, began = recipe.name, self.budget.clock()
-        found = self.lab.profile(recipe, target, self.advance)
+        found = self.shared.get(
+            name, lambda: self.lab.profile(recipe, target, self.advance), lambda: self.budget.check("profile")
+        )
         self.profile_seconds[name] = round(self.budget.clock() - began, 3)
         self.costs[name] = found.model
         own = [each for each in found.doubts if target is None or not each.startswith("target ")]
@@ -242,15 +224,42 @@ class Tuning:
             for name, recipe in recipes.items()
             if name not in never and not any(each.recipe == name for each in scores) and not self._hopeless_reason(name)
         ]
-        chosen = finalists(scores, plain, OBJECTIVES[self.plan.objectives[0]], without, self.plan.finalists)
+        chosen = finalists(scores, plain, self.plan.objectives, without, self.plan.finalists)
         later = len(self.plan.concurrency) - list(self.plan.concurrency).index(concurrency) - 1
-        plan = RacePlan(self.budget.share(1.0 / (1 + later)), self.plan.most_passes, clock=self.budget.clock)
-        groups = self.lab.groups(concurrency)
-        race = in_turns(chosen, self.nobody, groups, self.lab.runner(self.space, concurrency), plan, self.advance)
-        self.races[concurrency] = race
+        aims, ends = self._aims(chosen), self.budget.share(1.0 / (1 + later))
+        drops = aims.objectives[0] == aims.hurdle  # who is slow may still take the least memory
+        plan = RacePlan(ends, self.plan.most_passes, drops, aims, self.budget.clock)
+        groups, runner = self.lab.groups(concurrency), self.lab.runner(self.space, concurrency, self.costs)
+        race = in_turns(chosen, self.nobody, groups, runner, plan, self.advance)
+        verdict = choose(race.measured(), self.nobody, self._efforts(race), aims)
+        if stops := switch_offs(race, self.costs, concurrency, aims):
+            race, verdict = self._stopping(stops, (race, verdict), (groups, runner, plan))
+        self.races[concurrency], self.verdicts[concurrency] = race, verdict
         for each, reason in race.failures.items():
             self._refuse(each.label, "confirm", reason)
-        self.verdicts[concurrency] = choose(race.measured(), self.nobody, self._efforts(race))
+
+    def _stopping(
+        self, stops: Sequence[SwitchOff], so_far: tuple[Race, Verdict], how: tuple[Sequence[Group], Runner, RacePlan]
+    ) -> tuple[Race, Verdict]:
+        """The race and the verdict once those that fade in long contexts have run with a length to stop at."""
+        race, verdict = so_far
+        groups, runner, plan = how
+        again = contestants_of(stops, verdict.winner, self.nobody)
+        plan = replace(plan, aims=self._aims([*race.runs, *again]))
+        try:
+            second = in_turns(again, self.nobody, groups, runner, plan, self.advance)
+        except DataError:  # the budget ended first
+            self.warnings += [f"{each}; length.until={each.until} was not run for lack of time" for each in stops]
+            return race, verdict
+        self.warnings += [f"{each}; it ran with length.until={each.until} too" for each in stops]
+        found = choose(second.measured(), self.nobody, self._efforts(second), plan.aims)
+        same = found.winner == verdict.winner
+        return joined(race, second), replace(found, ties=found.ties or verdict.ties) if same else found
+
+    def _aims(self, contestants: Iterable[Candidate]) -> Aims:
+        made = {each: self.space.recipe(each) for each in contestants}
+        memory = {each: self.lab.memory(recipe) for each, recipe in made.items() if recipe is not None}
+        return Aims(self.plan.objectives, memory)
 
     def _efforts(self, race: Race) -> dict[Candidate, tuple[int, int, int, int, str]]:
         made = {each: self.space.recipe(each) for each in race.runs}
@@ -269,21 +278,17 @@ class Tuning:
         """What was found."""
         first = self.plan.concurrency[0]
         race, verdict, scores = self.races[first], self.verdicts[first], self.scores[first]
+        aims = self._aims({each for one in self.races.values() for each in one.runs})
         confirmed = {
-            each: confirmed_of(self.races[each], self.scores[each], self.plain_scores.get(each), each)
+            each: confirmed_of(self.races[each], self.scores[each], self.plain_scores.get(each), each, aims)
             for each in self.plan.concurrency
         }
-        predictions = [
-            row
-            for each in self.plan.concurrency
-            for row in predictions_of(self.scores[each], self.plain_scores.get(each), each, self.plan.objectives)
-        ]
-        place = (first, self.lab.context)
+        judged = (first, self.lab.context), aims.hurdle
         if len(race.groups) < FEWEST_PROMPTS:
             self.warnings.append(f"{len(race.groups)} prompts are too few to say how sure a speed-up is")
         warnings = [*self.warnings, *divergences(race, str(self.lab.target.get("exactness")))]
         return TuneResult(
-            answer=_answer(verdict),
+            answer=_answer(verdict, aims),
             recipe=recipe_data(self.tuned()),
             target=dict(self.lab.target),
             machine=dict(self.lab.machine),
@@ -292,13 +297,14 @@ class Tuning:
             concurrency=list(self.plan.concurrency),
             refused=self.refused,
             warnings=[*warnings, *([] if race.complete else ["the budget ended the race before it was decided"])],
-            predictions=predictions,
+            predictions=list(self._predictions()),
             confirmed=[row for each in self.plan.concurrency for row in confirmed[each]],
             acceptance=[acceptance_of(each, race.counts(each)) for each in race.runs if each != self.nobody],
-            break_even=break_evens(self.costs, scores, confirmed[first], self.plain_scores.get(first), place),
-            importance=importances(scores),
+            break_even=break_evens(self.costs, scores, confirmed[first], self.plain_scores.get(first), judged),
+            importance=importances(scores, self.plan.objectives[0]),
             schedule=make_schedule(self._best()) if len(self.plan.concurrency) > 1 else [],
-            categories=category_answers(race, verdict, self._efforts(race)),
+            categories=category_answers(race, verdict, self._efforts(race), aims),
+            drafters={name: self.lab.placed(each) for name, each in self.space.recipes.items() if each.draft},
             hopeless=self.hopeless,
             trials=self.trials,
             seconds=self.seconds,
@@ -307,10 +313,16 @@ class Tuning:
             provenance=self.lab.provenance([Path(name) for name in self.plan.workload.files]),
         )
 
+    def _predictions(self) -> Iterator[Predicted]:
+        for each in self.plan.concurrency:
+            yield from predictions_of(self.scores[each], self.plain_scores.get(each), each, self.plan.objectives)
+
     def _best(self) -> list[Best]:
+        hurdle = hurdle_of(self.plan.objectives)
         return [
-            Best(load, Choice.of(verdict.winner), verdict.winner.k, verdict.speed_up.value, measured=True)
+            Best(load, Choice.of(verdict.winner), verdict.winner.k, verdict.speed_up.value, True, latency_gain=shorter)
             for load, verdict in self.verdicts.items()
+            for shorter in [verdict.gain.value if hurdle == "latency" else None]
         ]
 
 
@@ -338,11 +350,14 @@ def tune(
     return result, tuning.tuned()
 
 
-def _answer(verdict: Verdict) -> Answer:
+def _answer(verdict: Verdict, aims: Aims) -> Answer:
     return Answer(
         speculate=bool(verdict.winner.settings),
         choice=Choice.of(verdict.winner),
         speed_up=verdict.speed_up,
         reason=verdict.reason,
         ties=[each.label for each in verdict.ties],
+        objective=aims.hurdle,
+        gain=verdict.gain,
+        decided_by=verdict.decided_by,
     )

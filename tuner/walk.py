@@ -13,12 +13,11 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from specflow.length import LengthPolicy
     from tuner.recorded import Trace
 
     Numbers = NDArray[Any]
 
-__all__ = ["ApartDecider", "Decided", "Decider", "Walk", "side_by_side", "step_by_step", "straight"]
+__all__ = ["Decided", "Decider", "Walk", "packed", "step_by_step", "straight"]
 
 
 class Decided(NamedTuple):
@@ -43,15 +42,6 @@ class Decider(Protocol):
 
     def decide(self, positions: Sequence[int]) -> list[Decided]:
         """One round of a batch whose rows are at these positions."""
-
-
-class ApartDecider(Protocol):
-    """Decides for rows that know nothing of each other."""
-
-    policy: LengthPolicy
-
-    def decide(self, at: Numbers) -> dict[str, Numbers]:
-        """One round of rows at these positions.  # [B] -> field of `Decided` -> [B]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,48 +84,10 @@ def straight(trace: Trace, decided: dict[str, Numbers], numbers: Sequence[int], 
     where = np.array(path, dtype=np.int64)
     if len(numbers) < len(trace.requests):
         where = where[np.isin(trace.request[where], np.array(numbers))]
-    return _packed(trace, where, {name: values[where] for name, values in decided.items()}, numbers, concurrency)
+    return packed(trace, where, {name: values[where] for name, values in decided.items()}, numbers, concurrency)
 
 
-def side_by_side(trace: Trace, decider: ApartDecider, numbers: Sequence[int], concurrency: int) -> Walk:
-    """Where rows know nothing of each other: all requests at once, whatever shares a round with what in the end.
-
-    Args:
-        trace: The trace.
-        decider: Of rows.
-        numbers: Requests, in the order of the trace.
-        concurrency: Most rows of a round.
-    """
-    policy, count = decider.policy, len(numbers)
-    policy.reset(count)
-    for row in range(count):
-        policy.start(row)
-    at = np.array([trace.requests[number].first for number in numbers], dtype=np.int64)
-    end = np.array([trace.requests[number].end for number in numbers], dtype=np.int64)
-    places, rounds = [], []
-    while len(at):
-        live = np.flatnonzero(at < end)
-        if len(live) < len(at):
-            policy.select(live.tolist())
-            at, end = at[live], end[live]
-            continue
-        found = decider.decide(at)
-        places.append(at)
-        rounds.append(found)
-        at = at + found["accepted"] + 1
-    if not places:
-        return _packed(trace, np.zeros(0, np.int64), _nothing(), numbers, concurrency)
-    where = np.concatenate(places)
-    order = np.argsort(where)
-    decided = {name: np.concatenate([each[name] for each in rounds])[order] for name in Decided._fields}
-    return _packed(trace, where[order], decided, numbers, concurrency)
-
-
-def _nothing() -> dict[str, Numbers]:
-    return {name: np.zeros(0, np.int64) for name in Decided._fields}
-
-
-def _packed(trace: Trace, at: Numbers, decided: dict[str, Numbers], numbers: Sequence[int], concurrency: int) -> Walk:
+def packed(trace: Trace, at: Numbers, decided: dict[str, Numbers], numbers: Sequence[int], concurrency: int) -> Walk:
     """Requests share rounds: one that waits takes the first row that is free.
 
     Args:

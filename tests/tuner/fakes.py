@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specflow.cost import CostModel, Timing
 from specflow.errors import DataError
-from specflow.measure import Spread
+from specflow.measure import Spread, context_bucket
 from specflow.recipe import Recipe, load_recipe, parse_recipe
 from specflow.types import Counts, Timings
 from tuner.budget import Budget
@@ -64,10 +64,12 @@ class MadeUp:
         length = sum(chance**position for position in range(candidate.k + 1))
         seconds = self.costs.round_s(candidate.k, concurrency, 64)
         throughput = concurrency * length / seconds
-        return Score(throughput, 100 * seconds / length, 1000 * candidate.k, length)
+        return Score(throughput, 50 * seconds / length, 1000 * candidate.k, length)
 
 
 PLAIN = load_recipe("vanilla")
+LONG = 5000
+"""Committed tokens of a long prompt."""
 
 
 @dataclass
@@ -84,6 +86,8 @@ class FakeLab:
     context: int = 64
     real: Mapping[str, float] = field(default_factory=dict)  # recipe -> chance in real runs, where it differs
     by_category: Mapping[str, float] = field(default_factory=dict)
+    fades: Mapping[str, float] = field(default_factory=dict)  # recipe -> chance in the long half of the prompts
+    stalls: Mapping[str, float] = field(default_factory=dict)  # recipe -> times longer that its slowest requests take
 
     def __post_init__(self) -> None:
         self.chance = random.Random(11)
@@ -121,7 +125,7 @@ class FakeLab:
         categories = ("code", "chat")
         return [Group(str(n), categories[n % 2], ((1, 2),) * concurrency, n) for n in range(self.prompts)]
 
-    def runner(self, space: object, concurrency: int) -> FakeLab:
+    def runner(self, space: object, concurrency: int, costs: object) -> FakeLab:
         return self
 
     def warm_up(self, candidate: Candidate, group: Group) -> None:
@@ -130,19 +134,31 @@ class FakeLab:
 
     def run(self, candidate: Candidate, group: Group) -> Run:
         batch, k = len(group.prompts), candidate.k
+        context = LONG if self.fades and int(group.key) % 4 > 1 else 64
+        until = candidate.values.get("length.until")
+        k = 0 if isinstance(until, int) and context >= until else k
         chance = self.real.get(candidate.recipe, self.chances.get(candidate.recipe, 0.0))
         chance = self.by_category.get(group.category, chance)
+        chance = self.fades.get(candidate.recipe, chance) if context == LONG else chance
         length = sum(chance**position for position in range(k + 1))
-        rounds, seconds = 50, 50 * self.costs.round_s(k, batch, 64) * (1 + self.chance.gauss(0.0, self.noise))
+        rounds, seconds = 50, 50 * self.costs.round_s(k, batch, context) * (1 + self.chance.gauss(0.0, self.noise))
+        seconds *= self.stalls.get(candidate.recipe, 1.0) if int(group.key) < 3 else 1.0
         self.now += seconds
         stood = [round(rounds * chance**position) for position in range(1, k + 1)]
         reached = [rounds, *stood[:-1]] if k else []
+        before = [0] * context_bucket(context)
         counts = Counts(
             rounds, rounds if k else 0, rounds if k else 0, rounds * k, sum(stood), rounds + sum(stood) + 1,
-            [rounds] * k, reached, stood, [rounds] if k else [], [sum(stood)] if k else [],
+            [rounds] * k, reached, stood, [*before, rounds] if k else [], [*before, sum(stood)] if k else [],
         )  # fmt: skip
         spent = Timings(draft_s=seconds * 0.1, target_s=seconds * 0.8, verify_s=seconds * 0.04, other_s=seconds * 0.04)
-        return Run(Work(batch * rounds * length, seconds), counts, spent, rounds, True)
+        return Run(Work(batch * rounds * length, seconds, (seconds / length,) * batch), counts, spent, rounds, True)
+
+    def memory(self, recipe: Recipe) -> int:
+        return 1000 * recipe.draft.k if recipe.draft is not None else 0
+
+    def placed(self, recipe: Recipe) -> str:
+        return "on paper"
 
     def with_costs(self, recipe: Recipe, model: CostModel) -> Recipe:
         return recipe

@@ -7,10 +7,10 @@ from fakes import prices
 
 from tuner.analysis import break_even_of, importances, pareto
 from tuner.finalists import finalists
-from tuner.scoring import OBJECTIVES, Score
+from tuner.scoring import Score
 from tuner.space import POLICY, Candidate, K
 
-THROUGHPUT = OBJECTIVES["throughput"]
+THROUGHPUT = ("throughput",)
 PLAIN = Score(10.0, 1.0, 0, 1.0)
 
 
@@ -39,8 +39,23 @@ class TestFinalists:
         assert finalists({**scores, drafted("c", 1): score(11.0)}, PLAIN, THROUGHPUT) == [drafted("c", 1)]
 
     def test_the_objective_decides(self) -> None:
-        scores = {drafted("a", 1): score(12.0, 3.0), drafted("b", 1): score(11.0, 2.0)}
-        assert finalists(scores, PLAIN, OBJECTIVES["latency"])[0].recipe == "b"
+        scores = {drafted("a", 1): score(12.0, 0.9), drafted("b", 1): score(11.0, 0.6)}
+        assert finalists(scores, PLAIN, ("latency",))[0].recipe == "b"
+
+    def test_what_shortens_no_latency_is_not_run_for_its_throughput(self) -> None:
+        scores = {drafted("a", 1): score(20.0, 1.5), drafted("b", 1): score(9.0, 0.7)}
+        assert finalists(scores, PLAIN, ("latency",)) == [drafted("b", 1)]
+        assert finalists(scores, PLAIN, THROUGHPUT) == [drafted("a", 1)]
+
+    def test_the_best_of_every_further_objective_takes_part(self) -> None:
+        scores = {drafted(name, 4): score(20.0 - n, 0.5, 100 - n) for n, name in enumerate("abcdef")}
+        found = finalists(scores, PLAIN, ("throughput", "memory"))
+        assert found[:2] == [drafted("a", 4), drafted("f", 4)]
+        assert len(found) == 4
+
+    def test_least_memory_comes_before_speed_where_memory_is_wanted_most(self) -> None:
+        scores = {drafted("a", 4): score(30.0, 0.3, 900), drafted("b", 4): score(12.0, 0.8, 0)}
+        assert finalists(scores, PLAIN, ("memory",))[0] == drafted("b", 4)
 
     def test_what_nobody_could_predict_takes_part_too(self) -> None:
         odd = drafted("odd", 4)

@@ -8,8 +8,9 @@ import random
 import pytest
 
 from specflow.recipe import load_recipe, parse_recipe
-from tuner.choose import MARGIN, choose, effort, told_apart
-from tuner.interval import Work, ratio_of_rates
+from tuner.aims import Aims
+from tuner.choose import MARGIN, SIMPLICITY, Verdict, choose, effort, told_apart
+from tuner.interval import Work, latency_s, ratio_of_latencies, ratio_of_rates
 from tuner.result import Choice
 from tuner.schedule import Best, Scheduler, make_schedule
 from tuner.space import Candidate, K
@@ -102,6 +103,87 @@ class TestChoice:
         order = [load_recipe("vanilla"), ngram, eagle, load_recipe("small_model"), both]
         found = [effort(Candidate(recipe.name), recipe) for recipe in order]
         assert found == sorted(found)
+
+
+def spans(*seconds: float, tokens: float = 100.0) -> dict[str, Work]:
+    return {str(n): Work(tokens, each, (each,)) for n, each in enumerate(seconds)}
+
+
+class TestObjectives:
+    """Two drafters: one fast on the whole, the other never slow."""
+
+    FAST, EVEN = drafted("fast", 8), drafted("even", 2)
+    MEASURED = {  # noqa: RUF012 - read only
+        PLAIN: spans(*[10.0] * 40),
+        FAST: spans(*[1.0] * 36, *[11.0] * 4),
+        EVEN: spans(*[6.0] * 40),
+    }
+
+    def verdict(self, *objectives: str, **memory: int) -> Verdict:
+        bytes_of = {self.FAST: memory.get("fast", 0), self.EVEN: memory.get("even", 0)}
+        return choose(self.MEASURED, PLAIN, efforts(*self.MEASURED), Aims(objectives, bytes_of))
+
+    def test_throughput_and_latency_have_winners_of_their_own(self) -> None:
+        fastest, soonest = self.verdict("throughput"), self.verdict("latency")
+        assert (fastest.winner, soonest.winner) == (self.FAST, self.EVEN)
+        assert fastest.gain == fastest.speed_up
+        assert soonest.gain.value == pytest.approx(10.0 / 6.0)
+        assert "95 % of the requests are done within 6.00 s" in soonest.reason
+        assert (fastest.decided_by, soonest.decided_by) == ("throughput", "latency")
+
+    def test_what_is_faster_on_the_whole_and_later_for_some_shortens_no_latency(self) -> None:
+        measured = {each: self.MEASURED[each] for each in (PLAIN, self.FAST)}
+        found = choose(measured, PLAIN, efforts(*measured), Aims(("latency",)))
+        assert found.winner == PLAIN
+        assert "times as short a latency" in found.reason
+        assert choose(measured, PLAIN, efforts(*measured)).winner == self.FAST
+
+    def test_memory_decides_among_what_beats_plain_decoding(self) -> None:
+        found = self.verdict("memory", fast=900, even=10)
+        assert (found.winner, found.decided_by) == (self.EVEN, "memory")
+        slow = {**self.MEASURED, self.EVEN: spans(*[11.0] * 40)}
+        aims = Aims(("memory",), {self.FAST: 900, self.EVEN: 10})
+        assert choose(slow, PLAIN, efforts(*slow), aims).winner == self.FAST
+
+    def test_a_further_objective_decides_among_ties_only(self) -> None:
+        assert self.verdict("throughput", "memory", fast=900, even=10).winner == self.FAST
+        twin = drafted("twin", 1)
+        measured = {**self.MEASURED, twin: self.MEASURED[self.FAST]}
+        tied = choose(measured, PLAIN, efforts(*measured), Aims(("throughput",), {}))
+        assert (tied.winner, tied.decided_by, tied.ties) == (twin, SIMPLICITY, (self.FAST,))
+        aims = Aims(("throughput", "memory"), {self.FAST: 10, twin: 900, self.EVEN: 0})
+        found = choose(measured, PLAIN, efforts(*measured), aims)
+        assert (found.winner, found.decided_by, found.ties) == (self.FAST, "memory", ())
+
+    def test_a_race_is_told_apart_in_what_decides(self) -> None:
+        measured = {PLAIN: self.MEASURED[PLAIN], self.FAST: spans(*[1.0] * 20, *[10.0] * 20)}
+        assert told_apart(measured, PLAIN)
+        assert not told_apart(measured, PLAIN, Aims(("latency",)))
+
+
+class TestLatency:
+    def test_is_the_quantile_of_requests_not_of_groups(self) -> None:
+        group = {"a": Work(10, 9.0, (1.0, 2.0, 3.0, 9.0))}
+        assert latency_s(group) == pytest.approx(8.1)
+        assert latency_s({}) is None
+        assert latency_s({"a": Work(10, 4.0)}) == 4.0
+
+    def test_ratio_is_exact_without_noise_and_says_nothing_of_two_prompts(self) -> None:
+        found = ratio_of_latencies(spans(*[1.0, 2.0, 3.0] * 4), spans(*[2.0, 4.0, 6.0] * 4))
+        assert found is not None
+        assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+        few = ratio_of_latencies(spans(1.0, 2.0), spans(2.0, 4.0))
+        assert few is not None
+        assert few.low == 0.0
+        assert ratio_of_latencies({"a": Work(1, 1)}, {"b": Work(1, 1)}) is None
+
+    def test_ratio_covers_the_truth_about_as_often_as_it_says(self) -> None:
+        hits = 0
+        for seed in range(60):
+            found = ratio_of_latencies(work(15.0, 0.1, 30, seed), work(10.0, 0.1, 30, 1000 + seed))
+            assert found is not None
+            hits += found.low <= 1.5 <= found.high
+        assert hits >= 52
 
 
 class TestSchedule:

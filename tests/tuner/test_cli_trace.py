@@ -59,6 +59,24 @@ def test_trace_then_replay(data: Path, tmp_path: Path) -> None:
     assert "ngram" in only.output
 
 
+def test_a_cascade_is_replayed_in_another_order(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "both.yaml"
+    parts = "[{method: suffix, min_match: 3}, {method: ngram}]"
+    file.write_text(f"name: both\ndraft: {{k: 4, first_of: {parts}}}\n", encoding="utf-8")
+    assert call("trace", file, "--data", data, "-o", tmp_path / "t", "--max-new-tokens", 20).exit_code == 0
+    told = {}
+    for order in ("suffix,ngram", "ngram, suffix"):
+        shown = call("replay", tmp_path / "t", "--set", f"draft.first_of={order}", "--json")
+        assert shown.exit_code == 0, shown.output
+        told[order] = json.loads(shown.stdout.splitlines()[-1])
+    assert told["suffix,ngram"]["config"]["drafters"] == ["both.0", "both.1"]
+    assert told["ngram, suffix"]["config"]["drafters"] == ["both.1", "both.0"]
+    assert told["ngram, suffix"]["num_spec_steps"] >= told["suffix,ngram"]["num_spec_steps"] > 0
+    wrong = call("replay", tmp_path / "t", "--set", "draft.first_of=ngram,eagle")
+    assert wrong.exit_code != 0
+    assert "suffix, ngram" in wrong.output + str(wrong.exception)
+
+
 def test_bad_rows_are_named_and_the_others_traced(data: Path, tmp_path: Path) -> None:
     data.write_text(data.read_text(encoding="utf-8") + "no json\n", encoding="utf-8")
     done = call("trace", "ngram", "--data", data, "-o", tmp_path / "t", "--max-new-tokens", 8)

@@ -57,12 +57,12 @@ def prompts(folder: Path, text: str = '{"prompt": "hello there"}\n') -> str:
 class TestTune:
     def test_options_reach_the_run(self, tmp_path: Path, ordered: list[SimpleNamespace]) -> None:
         options = ["--target", "m", "--recipes", "ngram", "--objective", "throughput,latency", "--concurrency", "1,4"]
-        more = ["--budget", "20m", "--storage", "sqlite:///x.db", "-o", str(tmp_path / "run"), "suffix"]
+        more = ["--budget", "20m", "--storage", f"sqlite:///{tmp_path}/x.db", "-o", str(tmp_path / "run"), "suffix"]
         done = RUN.invoke(app(tune), ["--data", prompts(tmp_path), *options, *more])
         assert done.exit_code == 0, done.output
         order, chosen = ordered[0].order, ordered[0].chosen
         assert order.objectives == ("throughput", "latency")
-        assert (order.concurrency, order.budget_s, order.where) == ((1, 4), 1200.0, "sqlite:///x.db")
+        assert (order.concurrency, order.budget_s, order.where) == ((1, 4), 1200.0, f"sqlite:///{tmp_path}/x.db")
         assert list(chosen.recipes) == ["ngram", "suffix"]  # a pattern expanded by the shell ends up in both places
         assert chosen.plain.target.model == "m"
         assert "times the throughput" in done.stdout
@@ -113,6 +113,37 @@ class TestTune:
         done = RUN.invoke(app(tune), ["--data", prompts(tmp_path), "-o", str(tmp_path / "run"), *nowhere])
         assert isinstance(done.exception, DataError)
         assert "--storage" in str(done.exception)
+        assert not (tmp_path / "run").exists()
+
+    def test_an_error_before_anything_was_measured_leaves_the_directory_free(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        arguments = ["--data", prompts(tmp_path), "-o", str(tmp_path / "run")]
+        self.fail(monkeypatch, tmp_path, measured=False)
+        assert "went away" in str(RUN.invoke(app(tune), arguments).exception)
+        assert not (tmp_path / "run").exists()
+
+    def test_the_same_command_goes_on_after_an_error_and_another_one_does_not(
+        self, tmp_path: Path, ordered: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        arguments = ["--data", prompts(tmp_path), "-o", str(tmp_path / "run")]
+        with monkeypatch.context() as patch:
+            self.fail(patch, tmp_path, measured=True)
+            assert "went away" in str(RUN.invoke(app(tune), arguments).exception)
+        assert (tmp_path / "run" / "trace").is_dir()
+        other = RUN.invoke(app(tune), [*arguments, "--limit", "3"])
+        assert "holds files already" in str(other.exception)
+        assert RUN.invoke(app(tune), arguments).exit_code == 0
+        assert len(ordered) == 1
+        assert isinstance(RUN.invoke(app(tune), arguments).exception, DataError)  # that run has its answer
+
+    def fail(self, patch: pytest.MonkeyPatch, folder: Path, measured: bool) -> None:
+        def carry_out(*given: object) -> None:
+            if measured:
+                (folder / "run" / "trace").mkdir()
+            raise DataError("--storage x", "went away", "a database that answers")
+
+        patch.setattr(session, "carry_out", carry_out)
 
     def test_a_directory_in_use_is_not_taken(self, tmp_path: Path, ordered: list[SimpleNamespace]) -> None:
         arguments = ["--data", prompts(tmp_path), "-o", str(tmp_path / "run")]

@@ -18,6 +18,7 @@ from tuner.preflight import (
     free_memory,
     memory_need,
     missing_weights,
+    placed,
     preflight,
     warnings_of,
 )
@@ -112,3 +113,12 @@ def test_warnings_name_what_slows_drafts_down(tmp_path: Path) -> None:
 def test_free_memory_is_asked_of_the_system() -> None:
     free = free_memory("cpu")
     assert free is None or free > 10**6
+
+
+def test_where_drafters_compute_is_told() -> None:
+    info = SimpleNamespace(device="cuda:0", weights="bfloat16", runtime="native")
+    small = parse_recipe({"draft": {"method": "small_model", "model": "x", "device": "cpu", "dtype": "float32"}})
+    assert placed(small, info) == "small_model on cpu in float32, native runtime"  # type: ignore[arg-type]
+    both = parse_recipe({"draft": {"first_of": [{"method": "suffix"}, {"method": "eagle"}]}})
+    said = "suffix on the host, no network; eagle on cuda:0 in bfloat16, native runtime"
+    assert placed(both, info) == said  # type: ignore[arg-type]

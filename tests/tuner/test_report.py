@@ -64,6 +64,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> TuneResult:
     )
 
 
+PLOTS = 12
+"""Predicted, round, throughput and latency twice, acceptance twice, context, Pareto, importance, load."""
+
+
 def one(folder: Path, *names: str, **chances: float) -> TuneResult:
     return tuned(folder, FakeLab(dict.fromkeys(names, 0.8) | chances), *names)
 
@@ -72,7 +76,7 @@ def test_the_page_is_whole_and_loads_nothing(whole: TuneResult) -> None:
     page = Page(report(whole))
     assert page.outside == []
     assert page.scripts == 0
-    assert page.plots == 10  # predicted, round, throughput twice, acceptance twice, context, Pareto, importance, load
+    assert page.plots == PLOTS
 
 
 @pytest.mark.parametrize(("deepest", "ticks"), [(1.0, "0 1"), (3.0, "0 1 2 3"), (48.0, "0 10 20 30 40 50")])
@@ -186,5 +190,5 @@ def test_a_browser_shows_every_plot_and_has_nothing_to_complain_about(whole: Tun
     command = [browser(), *flags, "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
     run = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
     assert "CONSOLE" not in run.stderr, re.findall(".*CONSOLE.*", run.stderr)
-    assert run.stdout.count('class="plot"') == 10
+    assert run.stdout.count('class="plot"') == PLOTS
     assert whole.answer.choice.label in run.stdout

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specflow.errors import RecipeError
-from specflow.recipe import Recipe, load_recipe, parse_recipe
+from specflow.recipe import Recipe, load_recipe, parse_recipe, recipe_data
+from specflow.recipe_draft import FirstOfSection, part_names
 from tuner.space import POLICY, RULE, Candidate, K, Space, applied, knobs_of, own_settings, variants
 
 
@@ -91,6 +92,59 @@ def test_other_options_of_a_draft_make_other_recipes() -> None:
     assert {knob.key for knob in knobs_of(found["n min_match=3"])} == {K, POLICY}
     assert next(knob.choices for knob in knobs_of(found["n min_match=1"]) if knob.key == K) == (2,)
     assert variants(drafting()) == {"eagle": drafting()}
+
+
+def cascade(*methods: str, **tune: object) -> Recipe:
+    parts = [{"method": method} for method in methods]
+    return parse_recipe({"name": "c", "draft": {"k": 4, "first_of": parts}, "tune": tune})
+
+
+def orders(found: dict[str, Recipe]) -> list[tuple[str | None, ...]]:
+    return [tuple(part.method for part in recipe.draft.parts) for recipe in found.values()]  # type: ignore[union-attr]
+
+
+def test_sources_that_may_be_silent_are_tried_in_every_order_ahead_of_the_one_that_always_drafts() -> None:
+    found = variants(cascade("suffix", "ngram", "eagle"))
+    assert orders(found) == [("suffix", "ngram", "eagle"), ("ngram", "suffix", "eagle")]
+    assert list(found)[1] == "c first_of=ngram, suffix, eagle"
+    assert orders(variants(cascade("suffix", "eagle"))) == [("suffix", "eagle")]
+    assert list(variants(load_recipe("history_then_dspark"))) == ["history_then_dspark"]
+
+
+def test_a_tune_section_names_the_orders_of_a_cascade() -> None:
+    asked = cascade("suffix", "eagle", **{"draft.first_of": {"choices": ["suffix, eagle", "eagle, suffix"]}})
+    found = variants(asked)
+    assert orders(found) == [("suffix", "eagle"), ("eagle", "suffix")]
+    assert all(recipe.tune == {} for recipe in found.values())
+    again = parse_recipe(recipe_data(asked))
+    assert again == asked
+
+
+def test_an_order_that_is_none_of_the_parts_is_an_error_when_the_recipe_is_read() -> None:
+    with pytest.raises(RecipeError, match=r"tune\.draft\.first_of") as error:
+        cascade("suffix", "eagle", **{"draft.first_of": {"choices": ["suffix, medusa"]}})
+    assert "suffix, eagle" in str(error.value)
+
+
+def test_parts_of_one_name_are_told_apart_by_their_number() -> None:
+    draft = cascade("ngram", "ngram").draft
+    assert isinstance(draft, FirstOfSection)
+    assert part_names(draft) == ("ngram.0", "ngram.1")
+
+
+def test_a_copying_recipe_that_may_never_fire_is_tried_with_shorter_matches() -> None:
+    rare = parse_recipe({"name": "n", "draft": {"method": "ngram", "k": 4, "min_match": 48}})
+    assert [each.draft.min_match for each in variants(rare).values()] == [48, 2]  # type: ignore[union-attr]
+    assert list(variants(load_recipe("ngram"))) == ["ngram"]
+
+
+def test_the_threshold_of_the_confidence_policy_is_searched_with_that_policy_alone() -> None:
+    space = Space({"eagle": drafting()})
+    found = next(knob for knob in space.knobs["eagle"] if knob.key == "length.threshold")
+    assert (found.only_with, found.choices) == ("confidence", (0.3, 0.5, 0.7))
+    own = drafting(length={"policy": "confidence", "threshold": 0.9})
+    assert next(knob.choices for knob in knobs_of(own) if knob.key == "length.threshold") == (0.3, 0.5, 0.7, 0.9)
+    assert "length.threshold" not in {knob.key for knob in knobs_of(load_recipe("ngram"))}
 
 
 def test_too_many_drafters_to_try_are_refused() -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from fakes import MadeUp, prices, recipes
 
 import tuner.study as study_module
-from specflow.errors import DataError
-from tuner.scoring import hopeless
+from specflow.errors import DataError, SpecFlowError
+from tuner.scoring import Score, hopeless
 from tuner.space import Candidate, Space
 from tuner.storage import shown
 from tuner.study import Study, StudyPlan, Tried
+from tuner.workers import abandoned, worker
 
 
 def never(candidate: Candidate) -> None:
@@ -86,6 +89,33 @@ def test_a_recipe_that_fails_in_the_middle_does_not_end_the_study(tmp_path: Path
     assert best(found).recipe == "a"
 
 
+class Batches(MadeUp):
+    """Takes many at once, and remembers how many."""
+
+    def score_many(self, candidates: Sequence[Candidate], concurrency: int) -> list[Score | SpecFlowError]:
+        found: list[Score | SpecFlowError] = []
+        for candidate in candidates:
+            try:
+                found.append(self.score(candidate, concurrency))
+            except SpecFlowError as error:
+                found.append(error)
+        self.sizes = [*getattr(self, "sizes", []), len(candidates)]
+        return found
+
+
+def test_a_grid_is_replayed_many_at_once(tmp_path: Path) -> None:
+    """Each candidate once, and the answers are those of one at a time."""
+    made = {name: Batches({"a": 0.9}, broken=("b",)) for name in ("many", "few")}
+    space = Space(recipes("a", "b"))
+    many = Study(space, made["many"], never, plan(tmp_path, name="many")).run()
+    with patch.object(study_module, "AHEAD", 1):
+        few = Study(space, made["few"], never, plan(tmp_path, name="few")).run()
+    assert many == few
+    assert made["many"].sizes == [len(many)]
+    assert made["few"].sizes == [1] * len(few)
+    assert len(made["many"].asked) == len(many) == len(space.listed(100))
+
+
 class Killed(Exception):
     """The process ends here."""
 
@@ -101,8 +131,8 @@ def test_a_killed_study_goes_on_and_keeps_its_finished_trials(tmp_path: Path, mo
     space = Space(recipes("a"))
     with pytest.raises(Killed):
         Study(space, Dies({"a": 0.9}), never, plan(tmp_path)).run()
-    monkeypatch.setattr(study_module, "_worker", lambda: {"host": "here", "process": 1})
-    monkeypatch.setattr(study_module, "_abandoned", lambda trial: True)
+    monkeypatch.setattr(study_module, "worker", lambda: {"host": "here", "process": 1})
+    monkeypatch.setattr(study_module, "abandoned", lambda trial: True)
     after = MadeUp({"a": 0.9})
     found = Study(space, after, never, plan(tmp_path)).run()
     assert len(after.asked) == 2  # two were done before, and the one that was under way is done again
@@ -113,7 +143,7 @@ def test_a_worker_that_lives_keeps_its_trial(tmp_path: Path) -> None:
     space = Space(recipes("a"))
     first = Study(space, MadeUp({"a": 0.9}), never, plan(tmp_path))
     trial = first._study.ask()
-    trial.set_user_attr("worker", study_module._worker())
+    trial.set_user_attr("worker", worker())
     second = MadeUp({"a": 0.9})
     Study(space, second, never, plan(tmp_path)).run()
     assert len(second.asked) == 3
@@ -145,17 +175,17 @@ def test_several_objectives_are_all_kept(tmp_path: Path) -> None:
 
 
 def test_an_old_trial_of_another_host_is_given_up(tmp_path: Path) -> None:
-    worker = {"host": "elsewhere", "process": 1}
+    other = {"host": "elsewhere", "process": 1}
     fresh, old = (datetime.now() - timedelta(minutes=minutes) for minutes in (1, 30))
     for began, given_up in ((fresh, False), (old, True), (None, False)):
-        trial = SimpleNamespace(user_attrs={"worker": worker}, datetime_start=began)
-        assert study_module._abandoned(trial) is given_up  # type: ignore[arg-type]
+        trial = SimpleNamespace(user_attrs={"worker": other}, datetime_start=began)
+        assert abandoned(trial) is given_up  # type: ignore[arg-type]
 
 
 def test_a_trial_of_a_process_that_ended_is_given_up_at_once() -> None:
-    worker = {**study_module._worker(), "process": 2**22 + 1}
-    trial = SimpleNamespace(user_attrs={"worker": worker}, datetime_start=datetime.now())
-    assert study_module._abandoned(trial)  # type: ignore[arg-type]
+    gone = {**worker(), "process": 2**22 + 1}
+    trial = SimpleNamespace(user_attrs={"worker": gone}, datetime_start=datetime.now())
+    assert abandoned(trial)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,11 @@ from fakes import FakeLab, plan_of, prices, recipes, tuned
 from specflow.errors import DataError
 from specflow.recipe import parse_recipe
 from tuner.budget import Budget, BudgetSpent
-from tuner.result import read_result, write_result
+from tuner.explain import explain
+from tuner.report import report
+from tuner.result import TuneResult, read_result, write_result
 from tuner.tune import tune
+from tuner.words import answer_line, break_even_line, judged_line
 
 
 def test_an_always_wrong_drafter_makes_the_answer_plain_decoding(tmp_path: Path) -> None:
@@ -46,6 +49,37 @@ def test_the_better_of_two_methods_wins_and_predictions_hold(tmp_path: Path) -> 
     found = tuned(tmp_path, FakeLab({"good": 0.9, "poor": 0.4}), "good", "poor")
     assert found.answer.choice.recipe == "good"
     assert max(found.errors) < 0.05
+
+
+@pytest.mark.parametrize("k_costs", [0.004, 0.0001])
+def test_drafting_is_switched_off_beyond_the_length_at_which_it_stops_paying(tmp_path: Path, k_costs: float) -> None:
+    """Acceptance that fades with the context (speculators PR 684); where rounds cost next to nothing it still pays."""
+    costs = prices(per_row=0.01 * k_costs, per_draft=k_costs)
+    found = tuned(tmp_path, FakeLab({"good": 0.9}, costs, fades={"good": 0.05}), "good")
+    stops = found.answer.choice.settings.get("length.until")
+    if k_costs < 0.001:
+        assert stops is None
+        return
+    assert stops == 4096
+    recipe = parse_recipe(found.recipe)
+    assert (recipe.length.policy, recipe.length.until) == ("fixed", 4096)
+    without = [each for each in found.confirmed if each.choice.settings and "length.until" not in each.choice.settings]
+    assert all(each.speed_up.value < found.answer.speed_up.value for each in without)
+    said = next(each for each in found.warnings if "stops paying at 4096" in each)
+    assert "length.until=4096" in said
+    assert "until 4096" in answer_line(found.answer)
+
+
+def test_a_length_to_stop_at_that_nobody_had_time_to_run_is_told(tmp_path: Path) -> None:
+    costs, fades = prices(per_draft=0.004), {"good": 0.05}
+    for name in ("whole", "short"):
+        (tmp_path / name).mkdir()
+    whole = tuned(tmp_path / "whole", FakeLab({"good": 0.9}, costs, fades=fades), "good", most_passes=1)
+    took = sum(whole.seconds[phase] for phase in ("preflight", "profile", "trace", "search"))
+    lab = FakeLab({"good": 0.9}, costs, fades=fades)
+    found = tuned(tmp_path / "short", lab, "good", budget=took + 0.4 * whole.seconds["confirm"], most_passes=1)
+    assert "length.until" not in found.answer.choice.settings
+    assert any("was not run for lack of time" in each for each in found.warnings)
 
 
 def test_a_prediction_that_does_not_come_true_does_not_win(tmp_path: Path) -> None:
@@ -118,9 +152,50 @@ def test_classes_of_requests_have_answers_of_their_own_where_they_differ(tmp_pat
     assert answers["chat"].differs != answers["code"].differs or found.answer.choice.recipe == "good"
 
 
+@pytest.mark.parametrize(("objective", "winner"), [("throughput", "bursty"), ("latency", "steady")])
+def test_the_objective_steers_the_verdict_and_all_that_is_said_of_it(
+    tmp_path: Path, objective: str, winner: str
+) -> None:
+    """One drafter is the fastest on the whole and stalls on some requests, the other is never slow."""
+    lab = FakeLab({"bursty": 0.95, "steady": 0.6}, stalls={"bursty": 3.0})
+    found = tuned(tmp_path, lab, "bursty", "steady", objectives=(objective,))
+    answer, page = found.answer, report(found)
+    assert (answer.choice.recipe, answer.objective) == (winner, objective)
+    assert answer.gain is not None
+    assert found.confirmed[0].choice.recipe == winner
+    assert f"Judged by {objective}: it beat plain decoding in" in page
+    if objective == "throughput":
+        assert answer.gain == answer.speed_up
+        return
+    row = found.confirmed[0]
+    assert row.latency_gain == answer.gain != answer.speed_up
+    assert f"p95 latency {row.latency_p95_s:.2f} s" in explain(found)
+    assert "times shorter than plain decoding" in answer_line(answer)
+    assert all("p95 latency" in break_even_line(each) for each in found.break_even)
+    assert 'id="objectives"' in page
+    assert "Predicted p95 latency by K" in page
+    assert read_result_of(tmp_path, found).answer.objective == "latency"
+
+
+def read_result_of(folder: Path, result: TuneResult) -> TuneResult:
+    write_result(folder / "tuned.json", result)
+    return read_result(folder)
+
+
+def test_memory_picks_the_lightest_of_what_beats_plain_decoding(tmp_path: Path) -> None:
+    lab = FakeLab({"a": 0.9})
+    fastest, lightest = (tuned(tmp_path, lab, "a", objectives=each) for each in (("throughput",), ("memory",)))
+    k = fastest.answer.choice.candidate.k
+    assert lightest.answer.speculate
+    assert lightest.answer.choice.candidate.k == 1 < k
+    assert lightest.answer.decided_by == "memory"
+    assert "memory decided" in judged_line(lightest)
+
+
 def test_several_objectives_give_a_front(tmp_path: Path) -> None:
     found = tuned(tmp_path, FakeLab({"good": 0.9}), "good", objectives=("throughput", "memory"))
     front = [each for each in found.predictions if each.pareto]
+    assert any(each.pareto for each in found.confirmed)
     assert len(front) >= 2
     assert len({each.memory_bytes for each in front}) == len(front)
 

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from specflow.cost import CostModel
     from specflow.recipe import Recipe
     from tuner.recorded import Trace
-    from tuner.replay_types import ReplayResult
+    from tuner.replay_types import ReplayConfig, ReplayResult
 
 __all__ = ["replay"]
 
 ALIASES = {"length.k": "draft.k"}
 """What the length of a block is called where one thinks of length policies."""
+ORDER = "draft.first_of"
+"""Takes the names of a cascade's parts in another order, such as suffix, dspark."""
 OF_DRAFTS = ("draft", "verify", "length")
 LEAST_WIDTH = 100
 
@@ -28,7 +30,10 @@ def replay(
     trace: Annotated[Path, typer.Argument(help="directory that `specflow trace` wrote")],
     recipe: Annotated[list[str] | None, typer.Option(help="only these of its recipes; may be repeated")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="key.key=value of draft.k, length, verify, runtime.batch")
+        list[str] | None,
+        typer.Option(
+            "--set", help="key.key=value of draft.k, length, verify, runtime.batch; draft.first_of=a,b: order"
+        ),
     ] = None,
     profile: Annotated[
         list[str] | None, typer.Option(help="costs: FILE of `specflow profile -o`, or RECIPE=FILE; may be repeated")
@@ -49,9 +54,11 @@ def replay(
     costs = _costs(profile or (), names)
     limits = {"contexts": _range(context), "categories": tuple(category or ()), "draws": draws, "seed": seed}
     results: dict[str, ReplayResult] = {}
+    settings, order = _split(overrides or ())
     for name in names:
-        made = _recipe(trace, name, overrides or ())
+        made = _recipe(trace, name, settings)
         config = ReplayConfig.of(made, loaded.info, **limits)
+        config = config if order is None else _in_order(config, made, order)
         results[name] = Replayer(loaded, costs.get(name)).run(config)
     if as_json:
         for name, result in results.items():
@@ -81,6 +88,30 @@ def _recipe(path: Path, name: str, overrides: Sequence[str]) -> Recipe:
         key, equals, value = setting.partition("=")
         settings.append(f"{ALIASES.get(key, key)}{equals}{value}")
     return load_recipe(recipe_file(path, name), settings)
+
+
+def _split(overrides: Sequence[str]) -> tuple[list[str], str | None]:
+    """Settings of recipes, and the order of a cascade if one of them is that."""
+    orders = [setting.partition("=")[2] for setting in overrides if setting.startswith(f"{ORDER}=")]
+    rest = [setting for setting in overrides if not setting.startswith(f"{ORDER}=")]
+    return rest, orders[-1] if orders else None
+
+
+def _in_order(config: ReplayConfig, recipe: Recipe, order: str) -> ReplayConfig:
+    """The drafters of a cascade in another order, by the names of its parts."""
+    from dataclasses import replace
+
+    from specflow.errors import DataError
+    from specflow.recipe_draft import FirstOfSection, part_names
+
+    names = part_names(recipe.draft) if isinstance(recipe.draft, FirstOfSection) else ()
+    wanted = [name.strip() for name in order.split(",")]
+    if sorted(wanted) != sorted(names):
+        expected = f"each of these once, between commas: {', '.join(names)}" if names else "a cascade (first_of)"
+        raise DataError(f"--set {ORDER} of {recipe.name}", repr(order), expected)
+    places = [names.index(name) for name in wanted]
+    part_k = tuple(config.part_k[place] for place in places) if config.part_k else ()
+    return replace(config, drafters=tuple(config.drafters[place] for place in places), part_k=part_k)
 
 
 def _range(text: str) -> tuple[int, int] | None:

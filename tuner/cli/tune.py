@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["seconds_of", "tune"]
 
+OBJECTIVE = (
+    "what decides: throughput (tokens/s of all requests together); latency (seconds from a request's first token to "
+    "its last, 95th percentile, the prompt's pass left out); memory (the least beyond plain decoding's, of what beats "
+    "its throughput). Several, such as latency,memory: each decides among those the one before cannot tell apart"
+)
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -27,7 +32,7 @@ def tune(
     data: Annotated[list[Path] | None, typer.Option("--data", help="JSONL of prompts like yours; repeatable")] = None,
     target: Annotated[str | None, typer.Option("--target", help="model of all recipes; else what they name")] = None,
     recipes: Annotated[list[str] | None, typer.Option("--recipes", help="files or names; else all shipped")] = None,
-    objective: Annotated[str, typer.Option(help="throughput, latency, memory; several give a front")] = "throughput",
+    objective: Annotated[str, typer.Option(help=OBJECTIVE)] = "throughput",
     concurrency: Annotated[str, typer.Option(help="requests at once, such as 1,4,16; the first decides")] = "1",
     budget: Annotated[str, typer.Option(help="such as 20m; else as long as it takes")] = "",
     storage: Annotated[str, typer.Option(help="journal file or Optuna URL that workers share; else in -o")] = "",
@@ -70,13 +75,21 @@ def tune(
 
 
 def _carry_out(order: Order, chosen: Chosen, resume: bool, as_json: bool) -> None:
+    from specflow.errors import SpecFlowError
     from tuner.explain import explain
-    from tuner.session import carry_out, claim
+    from tuner.session import carry_out, claim, give_back
+    from tuner.storage import check_storage
     from tuner.workload import read_rows
 
     rows = read_rows(order.asked)
+    if order.storage:
+        check_storage(order.storage)
     claim(order.directory, order, resume)
-    result = carry_out(order, chosen, rows, lambda: _load(chosen), _Lines())
+    try:
+        result = carry_out(order, chosen, rows, lambda: _load(chosen), _Lines())
+    except SpecFlowError as error:
+        give_back(order.directory, error)
+        raise
     typer.echo(result.model_dump_json() if as_json else explain(result), nl=as_json)
     typer.echo(f"results in {order.directory}", err=True)
 
