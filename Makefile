@@ -17,7 +17,7 @@ test: $(VENV)/installed-dev $(VENV)/installed-parity
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/spine.py
-	$(BIN)/python benchmarks/tuner.py
+	$(BIN)/python benchmarks/tuning.py
 
 # About 20 minutes on 2 quiet cores, and once before that 15 for the peers' environment.
 bench-cpu: $(VENV)/installed $(PEERS)/installed.json

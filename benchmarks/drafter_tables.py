@@ -17,6 +17,9 @@ SETTINGS = ("greedy", "block", "rejection")
 _KEYS = ("num_layers", "num_heads", "taps", "corrector", "corrector_rank", "adapter_rank", "exit_layer", "layout")
 """Options that say what a drafter is built like."""
 
+_POINTS = 9
+"""Of a learning curve, at most."""
+
 _HEAD = """# Drafters for smollm2-135m
 
 Trained with `specflow train` on the target's own answers to `train_prompts`, never on an evaluation set.
@@ -86,6 +89,13 @@ class Drafter:
     def size(self) -> float:
         """Megabytes of its file."""
         return (self._path / "model.safetensors").stat().st_size / 1e6
+
+    def curve(self) -> dict[float, tuple[float, float]]:
+        """Agreement at position 1 and greedy length on held-out texts, by millions of positions trained on."""
+        lines = [json.loads(line) for line in (self._path / "log.jsonl").read_text().splitlines()]
+        each = self.result["positions"] / self.result["steps"] / 1e6
+        held = {line["step"] * each: line["held_out"] for line in lines if "held_out" in line}
+        return {seen: (found["agreement"][0], found["greedy_length"]) for seen, found in held.items()}
 
     def built(self) -> str:
         """Its architecture in a few words."""
@@ -163,6 +173,18 @@ def _trained(drafters: Sequence[Drafter]) -> list[str]:
     return list(_table([*head, "confidence error before / after"], rows))
 
 
+def _learning(drafters: Sequence[Drafter]) -> list[str]:
+    """How held-out agreement grew: nine points of every training at most."""
+    rows = []
+    for each in drafters:
+        points = list(each.curve().items())
+        stride = max(1, -(-(len(points) - 1) // (_POINTS - 1)))
+        shown = points[:-1:stride] + points[-1:]
+        said = ", ".join(f"{seen:.1f}: {agreement:.2f} {length:.2f}" for seen, (agreement, length) in shown)
+        rows.append([each.name, said])
+    return list(_table(["drafter", "million positions: agreement at 1, greedy length"], rows))
+
+
 def _origin(drafters: Sequence[Drafter]) -> Iterator[str]:
     """Where the figures come from."""
     for each in drafters:
@@ -189,6 +211,8 @@ def publish(drafters_dir: Path, figures: Path, readme: Path) -> None:
         *_by_set(drafters),
         "\n## How they were trained\n",
         *_trained(drafters),
+        "\n## How they learnt, on held-out texts\n",
+        *_learning(drafters),
         "\n## Where the figures come from\n",
         *_origin(drafters),
     ]

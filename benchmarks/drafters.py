@@ -5,9 +5,11 @@
     python benchmarks/drafters.py --publish-only                rewrite the tables from docs/figures/drafters
     python benchmarks/drafters.py --ship RUN NAME               take a finished run of `specflow train` as drafter NAME
 
-Every drafter decodes the first prompts of every evaluation set with chains of its k, in float32 torch: greedily, and at
-temperature 0.7 under the block and the rejection rule. One file a drafter, setting and set; what is there is not
-measured again. Acceptance does not depend on the batch, so many requests are decoded together.
+The target answers the first prompts of every evaluation set in float32 torch, greedily and at temperature 0.7; all
+drafters are traced along the same answers, with chains of their k. The rounds of greedy decoding are those of a real
+run, one by one; at temperature 0.7 the block and the rejection rule are replayed in law, so chance hides less of their
+difference. One file a drafter, setting and set; what is there is not measured again. A few fixed prompts are decoded
+for real as well, and tests decode them again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,21 +36,24 @@ from specflow.provenance import Provenance
 from specflow.recipe import Recipe, dump_recipe, load_recipe
 from specflow.train.opening import trained_part
 from specflow.train.output import with_weights
+from tuner.replay import Replayer
+from tuner.replay_types import ReplayConfig
+from tuner.trace import TracePlan, record, workload
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTERS = ROOT / "drafters" / "smollm2-135m"
 FIGURES = ROOT / "docs" / "figures" / "drafters"
 SETS = ("smoke", "mt_bench", "humaneval", "gsm8k")
-SETTINGS = {
-    "greedy": ["sampling.temperature=0", "verify.rule=block"],
-    "block": ["sampling.temperature=0.7", "verify.rule=block"],
-    "rejection": ["sampling.temperature=0.7", "verify.rule=rejection"],
-}
+SETTINGS = {"greedy": (0.0, "block"), "block": (0.7, "block"), "rejection": (0.7, "rejection")}
+"""Temperature and rule."""
+DRAWS = 20
+"""Replays of every workload at temperature 0.7."""
 UNTESTED = ("small_model", "early_exit")
 """Drafters that a self-test says nothing of."""
 FIXED = (8, 32)
 """Prompts and tokens of an answer that tests decode again."""
-COMMON = ["target.runtime=torch", "target.dtype=float32", "length.policy=fixed", "runtime.batch=16"]
+COMMON = ["target.runtime=torch", "target.dtype=float32", "length.policy=fixed"]
+BATCH = 16
 
 
 def drafters() -> list[str]:
@@ -72,40 +77,75 @@ def ship(run: Path, name: str) -> None:
 
 
 def _recipe_text(recipe: Recipe, name: str) -> str:
-    """The run's recipe for everybody: its drafter under the name it ships by, where and as the target runs best."""
+    """The run's recipe for everybody: its drafter under the name it ships by, the rest as in the method's recipe."""
     place, _ = trained_part(recipe)
-    plain = recipe.model_copy(update={"target": load_recipe("vanilla").target})
+    usual = load_recipe(recipe.name)
+    plain = recipe.model_copy(update={"target": usual.target, "length": usual.length})
     return f'# specflow run {name} "Why is the sky blue?"\n{dump_recipe(with_weights(plain, place, Path(name)))}'
 
 
 def recipe_of(name: str, setting: str, tokens: int) -> Recipe:
     """A drafter's recipe with chains of fixed length."""
-    changes = [*COMMON, *SETTINGS[setting], f"sampling.max_new_tokens={tokens}"]
+    temperature, rule = SETTINGS[setting]
+    decoding = [f"sampling.temperature={temperature}", f"verify.rule={rule}", f"sampling.max_new_tokens={tokens}"]
+    changes = [*COMMON, *decoding]
     draft = load_recipe(f"{DRAFTERS.name}/{name}").draft
     if "shape" in type(draft).model_fields:
         changes.append("draft.shape=chain")
     return load_recipe(f"{DRAFTERS.name}/{name}", changes)
 
 
-def wanted(names: Sequence[str], settings: Sequence[str], sets: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """What is not measured yet: greedy figures of all drafters first."""
-    for setting in settings:
-        for name in names:
-            for each in sets:
-                if not (FIGURES / name / f"{setting}-{each}.json").exists():
-                    yield name, setting, each
+def figures_of(name: str, setting: str, each: str) -> Path:
+    """The file of one drafter, setting and set."""
+    return FIGURES / name / f"{setting}-{each}.json"
 
 
-def measure(recipe: Recipe, loaded: LoadedTarget, data: Path, limit: int) -> dict[str, Any]:
-    """Decode the first prompts of a set."""
-    rows = chats(data, limit)
-    engine = build_engine(recipe, loaded)
-    prompts = [engine.codec.encode_chat(row.messages(0, [])) for row in rows]
-    seeded = [recipe.sampling.model_copy(update={"seed": number}) for number in range(len(prompts))]
+def wanted(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """What is not measured yet: sets, and which drafters lack which settings of one temperature; greedy ones first."""
+    names, asked = options.drafter or drafters(), options.setting or list(SETTINGS)
+    for temperature in sorted({each for each, _ in SETTINGS.values()}):
+        settings = [setting for setting in asked if SETTINGS[setting][0] == temperature]
+        for each in options.sets or SETS:
+            lacking = {
+                name: [setting for setting in settings if not figures_of(name, setting, each).exists()]
+                for name in names
+            }
+            if found := {name: those for name, those in lacking.items() if those}:
+                yield each, found
+
+
+def trace_set(options: argparse.Namespace, loaded: LoadedTarget, each: str, lacking: dict[str, list[str]]) -> None:
+    """Trace some drafters on a set, and keep what they accept in every setting that they lack."""
+    data = options.data / each / "dev.jsonl"
+    recipes = {name: recipe_of(name, settings[0], options.tokens) for name, settings in lacking.items()}
+    recipes = {name: recipe.model_copy(update={"name": name}) for name, recipe in recipes.items()}
+    prompts = workload(chats(data, options.limit), loaded.codec)
     began = perf_counter()
-    made = engine.generate(prompts, seeded)
-    found = metrics(merge_counts(each.counts for each in made))
-    return {"prompts": len(prompts), "seconds": round(perf_counter() - began, 1), **found}
+    with TemporaryDirectory() as folder:
+        trace = record(recipes, prompts, Path(folder, "trace"), loaded, TracePlan(options.tokens, batch=BATCH))
+        seconds = round(perf_counter() - began, 1)
+        player = Replayer(trace)
+        for name, settings in lacking.items():
+            for setting in settings:
+                temperature, rule = SETTINGS[setting]
+                draws = DRAWS if temperature else 1
+                config = ReplayConfig.of(recipes[name], trace.info, rule=rule, concurrency=1, draws=draws)
+                found = metrics(player.run(config).counts)
+                facts = {"prompts": len(prompts), "draws": draws, "trace_seconds": seconds, **found}
+                keep((name, setting, each), (options.limit, options.tokens), facts, data)
+
+
+def decode_fixed(name: str, loaded: LoadedTarget) -> None:
+    """Decode the fixed prompts for real, greedily, unless that is done."""
+    if figures_of(name, "greedy", "fixed").exists():
+        return
+    data, (limit, tokens) = ROOT / "benchmarks" / "open.jsonl", FIXED
+    recipe = recipe_of(name, "greedy", tokens)
+    engine = build_engine(recipe, loaded)
+    prompts = [engine.codec.encode_chat(row.messages(0, [])) for row in chats(data, limit)]
+    made = engine.generate(prompts, recipe.sampling)
+    found = {"prompts": len(prompts), **metrics(merge_counts(each.counts for each in made))}
+    keep((name, "greedy", "fixed"), FIXED, found, data)
 
 
 def chats(data: Path, limit: int) -> list[PromptRow]:
@@ -157,30 +197,27 @@ def record_agreement(name: str) -> None:
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    """Whatever is asked for and not there; a file as soon as a set is done."""
-    names, settings = options.drafter or drafters(), options.setting or list(SETTINGS)
+    """Whatever is asked for and not there; files as soon as a set is done."""
     loaded = load_target(load_recipe("vanilla", COMMON[:2]).target)
+    names = options.drafter or drafters()
     for name in names:
-        keep(loaded, (name, "greedy", "fixed"), ROOT / "benchmarks" / "open.jsonl", FIXED)
-    for wanted_one in wanted(names, settings, options.sets or SETS):
-        keep(loaded, wanted_one, options.data / wanted_one[2] / "dev.jsonl", (options.limit, options.tokens))
+        decode_fixed(name, loaded)
+    for each, lacking in wanted(options):
+        trace_set(options, loaded, each, lacking)
     for name in names:
         record_agreement(name)
         measure_cost(name)
 
 
-def keep(loaded: LoadedTarget, what: tuple[str, str, str], data: Path, sizes: tuple[int, int]) -> None:
-    """Measure a drafter in a setting on the first prompts of a set, unless that is done."""
+def keep(what: tuple[str, str, str], sizes: tuple[int, int], found: dict[str, Any], data: Path) -> None:
+    """Write what a drafter accepts in a setting on the first prompts of a set."""
     (name, setting, each), (limit, tokens) = what, sizes
-    file = FIGURES / name / f"{setting}-{each}.json"
-    if file.exists():
-        return
-    found = measure(recipe_of(name, setting, tokens), loaded, data, limit)
-    provenance = without_folders(asdict(Provenance.collect(str(loaded.target.info.device), [0], [data])))
+    provenance = without_folders(asdict(Provenance.collect("cpu", [0], [data])))
     facts = {"drafter": name, "setting": setting, "set": each, "limit": limit, "tokens": tokens, **found}
+    file = figures_of(name, setting, each)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(file, {**facts, "provenance": provenance})
-    print(f"{name} {setting} {each}: length {found['mean_acceptance_length']:.3f}, {found['seconds']} s", flush=True)
+    print(f"{name} {setting} {each}: length {found['mean_acceptance_length']:.3f}", flush=True)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Measure the tuner: how well it predicts, what its choice loses to the best of a measured grid, how long it takes.
 
-    python benchmarks/tuner.py [--data ../shared/data/smoke/dev.jsonl] [--limit 20] [--max-new-tokens 64]
+    python benchmarks/tuning.py [--data ../shared/data/smoke/dev.jsonl] [--limit 20] [--max-new-tokens 64]
 
 Tunes the embedded model with every recipe that has weights, then runs the whole grid of methods and K for real, in
 turns, and writes docs/figures/tuner/figures.json with the provenance of both. Takes hours on 2 cores with many
@@ -12,11 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections import defaultdict
+from dataclasses import asdict, fields, replace
+from math import ceil
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,6 +34,7 @@ from tuner.confirm import Race, RacePlan, in_turns  # noqa: E402
 from tuner.interval import Work  # noqa: E402
 from tuner.laboratory import Laboratory, LabPlan  # noqa: E402
 from tuner.recipes import Chosen, read_recipes  # noqa: E402
+from tuner.recorded import Drafts, Trace  # noqa: E402
 from tuner.replay_scorer import ReplayScorer  # noqa: E402
 from tuner.result import TuneResult, read_result  # noqa: E402
 from tuner.scoring import Score  # noqa: E402
@@ -41,7 +46,7 @@ from tuner.workload import Asked, encoded, read_rows  # noqa: E402
 FIGURES = ROOT / "docs" / "figures" / "tuner"
 RUN = ROOT / "runs" / "tuner"
 GRID = (1, 2, 3, 4, 6, 8, 12)
-LEAST_S = 5.0  # of replaying, to tell its rate
+TRACE_TOKENS, AT_ONCE = 4000, 64  # of the trace that is replayed, and configurations of it
 
 
 def main() -> None:
@@ -61,7 +66,7 @@ def main() -> None:
         | {"replays_a_second": 200, "target_profile_s": 90, "drafter_profile_s": 60},
         **_errors(race, scorer, chosen.plain.name),
         **_regret(race, result, grid_s),
-        "replays_a_second": _replay_rate(scorer, space),
+        "replays_a_second": _replay_rates(space, result),
         "profile_s": result.profile_seconds,
         "refused": [each.model_dump() for each in result.refused],
         "provenance": asdict(Provenance.collect(str(loaded.target.info.device), [0], [options.data])),
@@ -100,8 +105,8 @@ def _grid(
     wanted = {Candidate.of(name, {K: k, POLICY: "fixed"}) for name in space.recipes for k in GRID} | {answer}
     contestants = [each for each in sorted(wanted, key=str) if each.settings and space.recipe(each) is not None]
     plan = RacePlan(most_passes=1, drops=False)
-    race = in_turns(contestants, plain, lab.groups(1), lab.runner(space, 1), plan, print)
     costs = {name: CostModel.from_data(data) for name, data in result.costs.items()}
+    race = in_turns(contestants, plain, lab.groups(1), lab.runner(space, 1, costs), plan, print)
     return race, ReplayScorer(load_trace(RUN / "trace"), space, costs, lab.memory)
 
 
@@ -147,14 +152,52 @@ def _rates(race: Race) -> dict[Candidate, float]:
     return {each: sum(work.values(), Work(0.0, 0.0)).rate for each, work in race.measured().items()}
 
 
-def _replay_rate(scorer: ReplayScorer, space: Space) -> float:
-    """Configurations a second, over all that can be replayed, each of them once at least."""
-    candidates = [each for each in space.listed(10_000) if _score(scorer, each) is not None]
-    began, done = perf_counter(), 0
-    while candidates and (done < len(candidates) or perf_counter() - began < LEAST_S):
-        scorer.score(candidates[done % len(candidates)], 1)
-        done += 1
-    return done / (perf_counter() - began)
+def _replay_rates(space: Space, result: TuneResult) -> dict[str, dict[str, float]]:
+    """Configurations a second on the run's trace, its requests over again until it has enough tokens, on one core.
+
+    By length policy, over the recipes that can be replayed: the median recipe, one configuration after another and all
+    of a recipe at once, as a grid is replayed.
+    """
+    trace, costs = _tiled(load_trace(RUN / "trace")), {n: CostModel.from_data(c) for n, c in result.costs.items()}
+    scorer = ReplayScorer(trace, space, costs, lambda recipe: 0)
+    rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    asked: dict[tuple[str, str], list[Candidate]] = {}
+    for name in space.recipes:
+        for each in Space({name: space.recipes[name]}).listed(10_000):
+            if _score(scorer, each) is not None:
+                asked.setdefault((name, each.policy), []).append(each)
+    for (_, policy), candidates in asked.items():
+        chosen = [candidates[number % len(candidates)] for number in range(AT_ONCE)]
+        began = process_time()
+        scorer.score_many(chosen, 1)
+        rates[policy]["at_once"].append(len(chosen) / (process_time() - began))
+        began = process_time()
+        for each in chosen:
+            scorer.score(each, 1)
+        rates[policy]["one_by_one"].append(len(chosen) / (process_time() - began))
+    return {policy: {how: median(each) for how, each in found.items()} for policy, found in rates.items()}
+
+
+def _tiled(trace: Trace) -> Trace:
+    """A trace over and over, until it has `TRACE_TOKENS`."""
+    times = ceil(TRACE_TOKENS / trace.info.num_tokens)
+    count, requests = trace.num_positions, []
+    for turn in range(times):
+        for each in trace.requests:
+            requests.append(replace(each, first=each.first + turn * count, end=each.end + turn * count))
+    columns = {name: np.tile(getattr(trace, name), times) for name in ("left", "limit", "context", "chance")}
+    owner = np.concatenate([trace.request + turn * len(trace.requests) for turn in range(times)])
+    drafts = {name: _drafts_tiled(each, times) for name, each in trace.drafts.items()}
+    info = replace(trace.info, num_requests=len(requests), num_tokens=trace.info.num_tokens * times)
+    return Trace(info, tuple(requests), owner, **columns, drafts=drafts)
+
+
+def _drafts_tiled(drafts: Drafts, times: int) -> Drafts:
+    tables = {each.name: getattr(drafts, each.name) for each in fields(drafts) if each.name != "info"}
+    tiled: dict[str, Any] = {
+        name: np.concatenate([table] * times) for name, table in tables.items() if table is not None
+    }
+    return replace(drafts, **tiled)
 
 
 if __name__ == "__main__":
