@@ -51,6 +51,15 @@ class Drafter:
         found: Mapping[str, Any] = self.training["result"]
         return found
 
+    @property
+    def earlier(self) -> list[Mapping[str, Any]]:
+        """How the runs ended whose weights the last one went on from."""
+        return [each["result"] for each in self.training.get("earlier", [])]
+
+    def total(self, name: str) -> float:
+        """Steps, positions or seconds of all its runs."""
+        return sum(float(each[name]) for each in [*self.earlier, self.result])
+
     def of(self, setting: str) -> list[dict[str, Any]]:
         """Its measurements in one setting, a set each."""
         return [
@@ -93,8 +102,12 @@ class Drafter:
     def curve(self) -> dict[float, tuple[float, float]]:
         """Agreement at position 1 and greedy length on held-out texts, by millions of positions trained on."""
         lines = [json.loads(line) for line in (self._path / "log.jsonl").read_text().splitlines()]
-        each = self.result["positions"] / self.result["steps"] / 1e6
-        held = {line["step"] * each: line["held_out"] for line in lines if "held_out" in line}
+        held, before = {}, 0.0
+        for each in self.earlier:
+            before += each["positions"] / 1e6
+            held[before] = each["held_out"]
+        stride = self.result["positions"] / self.result["steps"] / 1e6
+        held |= {before + line["step"] * stride: line["held_out"] for line in lines if line.get("held_out")}
         return {seen: (found["agreement"][0], found["greedy_length"]) for seen, found in held.items()}
 
     def built(self) -> str:
@@ -162,9 +175,9 @@ def _trained(drafters: Sequence[Drafter]) -> list[str]:
                 each.built(),
                 f"{each.numbers() / 1e6:.2f} M",
                 f"{corpus['records']} texts",
-                f"{result['steps']}",
-                f"{result['positions'] / 1e6:.1f} M",
-                f"{result['seconds'] / 60:.0f} min",
+                f"{each.total('steps'):.0f}",
+                f"{each.total('positions') / 1e6:.1f} M",
+                f"{each.total('seconds') / 60:.0f} min",
                 _number(first),
                 errors,
             ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specflow.provenance import Provenance
     from specflow.recipe import Recipe
 
-__all__ = ["RunFolder", "draw_curve", "save_drafter", "with_weights"]
+__all__ = ["RunFolder", "draw_curve", "earlier_runs", "save_drafter", "with_weights"]
 
 FORMAT = 1
 _HEADER, _LOG = "training.json", "log.jsonl"
@@ -85,8 +85,13 @@ class RunFolder:
         header["settings"]["options"] = {**TrainOptions().model_dump(mode="json"), **header["settings"]["options"]}
         self._header = header
 
-    def open(self, settings: Mapping[str, Any], provenance: Provenance) -> None:
+    def open(self, settings: Mapping[str, Any], provenance: Provenance, earlier: Sequence[Any] = ()) -> None:
         """Begin, or go on with what was begun.
+
+        Args:
+            settings: All that decides what comes out.
+            provenance: Of this session.
+            earlier: Runs whose weights it begins with; see `earlier_runs`.
 
         Raises:
             DataError: It was begun with other settings, which are named.
@@ -99,7 +104,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(str(self.path), f"cannot create: {error.strerror}", "a writable directory") from error
-        self._header = self._header or {"format": FORMAT, "settings": settings, "sessions": [], "result": None}
+        fresh = {"format": FORMAT, "settings": settings, "earlier": list(earlier), "sessions": [], "result": None}
+        self._header = self._header or fresh
         self._header["sessions"].append(asdict(provenance))
         self._write()
 
@@ -132,6 +138,19 @@ class RunFolder:
 
     def _write(self) -> None:
         write_json_atomic(self.path / _HEADER, self._header)
+
+
+def earlier_runs(checkpoint: Path | None) -> list[dict[str, Any]]:
+    """Settings and results of the runs that made some weights, the first one first; [] where nothing tells."""
+    file = None if checkpoint is None else checkpoint / _HEADER
+    if file is None or not file.is_file():
+        return []
+    try:
+        header = json.loads(file.read_text(encoding="utf-8"))
+        told = {name: header["settings"][name] for name in ("options", "objective")}
+        return [*header.get("earlier", []), {**told, "result": header["result"]}]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(str(file), f"cannot be read: {error!r}", "the header of a run") from error
 
 
 def _changes(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -27,7 +27,7 @@ from specflow.train.held_out import HeldOut, sample
 from specflow.train.loop import Loop, Narrowed
 from specflow.train.objective import Objective
 from specflow.train.opening import Beginning, published_objective, trained_part
-from specflow.train.output import RunFolder, draw_curve, save_drafter, with_weights, write_recipe
+from specflow.train.output import RunFolder, draw_curve, earlier_runs, save_drafter, with_weights, write_recipe
 from specflow.train.sequences import BatchOrder, Texts, key_of, make_batch
 from specflow.train.store import FeatureStore, StoreFacts
 
@@ -119,7 +119,8 @@ class TrainingRun:
         _check_share(options.accumulate, processes)
         processes.wait()
         if processes.is_first:
-            self.folder.open(self._settings(), Provenance.collect(str(info.device), [options.seed]))
+            provenance = Provenance.collect(str(info.device), [options.seed])
+            self.folder.open(self._settings(), provenance, earlier_runs(plan.checkpoint))
         processes.wait()
         self._source = self._features()
         keep_all_memory()

@@ -20,6 +20,7 @@ from specflow.errors import DataError, GraphError, RecipeError
 from specflow.recipe import load_recipe, parse_recipe
 from specflow.target.load import read_tensors
 from specflow.train.calibrate import write_temperatures
+from specflow.train.output import earlier_runs
 from specflow.train.run import Session, TrainingRun
 from specflow.train.start import vocabulary_offsets
 
@@ -174,6 +175,9 @@ def test_training_goes_on_from_other_weights(whole: Path, corpus: Path, loaded: 
     kept = read_tensors(whole)
     state = run._trainee.trainable.state()
     assert all(torch.allclose(state[name].float(), kept[name].float(), atol=1e-6) for name in kept)
+    before, now = (json.loads((path / "training.json").read_text()) for path in (whole, tmp_path / "run"))
+    assert [each["result"] for each in now["earlier"]] == [before["result"]]
+    assert (before["earlier"], len(earlier_runs(tmp_path / "run"))) == ([], 2)
 
 
 def test_weights_of_the_recipe_are_not_passed_over(
