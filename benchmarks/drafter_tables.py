@@ -108,11 +108,14 @@ class Drafter:
             held[before] = each["held_out"]
         stride = self.result["positions"] / self.result["steps"] / 1e6
         held |= {before + line["step"] * stride: line["held_out"] for line in lines if line.get("held_out")}
+        held |= {self.total("positions") / 1e6: self.result["held_out"]}
         return {seen: (found["agreement"][0], found["greedy_length"]) for seen, found in held.items()}
 
     def built(self) -> str:
         """Its architecture in a few words."""
         known = {**self.training["settings"]["draft"], **self.config}
+        if not known.get("corrector"):
+            known.pop("corrector_rank", None)
         said = [f"{key} {_plain(known[key])}" for key in _KEYS if known.get(key) not in (None, [], ())]
         vocabulary = known.get("draft_vocab_size") or "all"
         return ", ".join([*said, f"vocabulary {vocabulary}"])
@@ -207,7 +210,8 @@ def _origin(drafters: Sequence[Drafter]) -> Iterator[str]:
             changed = " with changes" * bool(made["git_dirty"])
             commit = f"commit {str(made['git_sha'])[:10]}{changed}, {made['started_at'][:10]}"
             machine = f"{made['cpu_model']}, {made['threads']} threads, torch {made['versions']['torch']}"
-            yield f"- {each.name}: {limits}; {machine}, {commit}"
+            sampled = ", ".join(f"{one['set']} {one['prompts']}" for one in each.of("block"))
+            yield f"- {each.name}: {limits}, at T 0.7 prompts of {sampled or 'none'}; {machine}, {commit}"
 
 
 def publish(drafters_dir: Path, figures: Path, readme: Path) -> None:

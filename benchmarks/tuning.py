@@ -1,6 +1,6 @@
 """Measure the tuner: how well it predicts, what its choice loses to the best of a measured grid, how long it takes.
 
-    python benchmarks/tuning.py [--data ../shared/data/smoke/dev.jsonl] [--limit 20] [--max-new-tokens 64]
+    python benchmarks/tuning.py [--data ../shared/data/smoke/dev.jsonl] [--recipes R] [--limit 20]
 
 Tunes the embedded model with every recipe that has weights, then runs the whole grid of methods and K for real, in
 turns, and writes docs/figures/tuner/figures.json with the provenance of both. Takes hours on 2 cores with many
@@ -53,9 +53,9 @@ def main() -> None:
     """Tune, measure the grid, write the figures."""
     options = _options()
     asked = Asked((options.data,), options.limit, options.max_new_tokens, 0)
-    chosen = read_recipes([], "smollm2-135m")
+    chosen = read_recipes(options.recipes or [], "smollm2-135m")
     loaded = load_target(chosen.plain.target)
-    result = _tuned(asked, chosen, loaded)
+    result = _tuned(Order(asked, RUN, budget_s=options.budget_s, ignore_eos=True), chosen, loaded)
     names = [name for name in chosen.recipes if name in result.costs]
     space = Space({chosen.plain.name: chosen.plain, **{name: chosen.recipes[name] for name in names}})
     began = perf_counter()
@@ -80,18 +80,19 @@ def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     smoke = ROOT.parent / "shared" / "data" / "smoke" / "dev.jsonl"
     parser.add_argument("--data", type=Path, default=smoke if smoke.is_file() else ROOT / "benchmarks" / "open.jsonl")
+    parser.add_argument("--recipes", action="append", help="only these; may be repeated")
+    parser.add_argument("--budget-s", type=float, help="seconds of the tuning run; none: until its intervals part")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     return parser.parse_args()
 
 
-def _tuned(asked: Asked, chosen: Chosen, loaded: LoadedTarget) -> TuneResult:
+def _tuned(order: Order, chosen: Chosen, loaded: LoadedTarget) -> TuneResult:
     """One tuning run, or the finished one that is there."""
     if (RUN / "tuned.json").is_file():
         return read_result(RUN)
-    order = Order(asked, RUN, ignore_eos=True)
     claim(RUN, order, resume=RUN.exists())
-    return carry_out(order, chosen, read_rows(asked), lambda: loaded, print)
+    return carry_out(order, chosen, read_rows(order.asked), lambda: loaded, print)
 
 
 def _grid(

@@ -80,8 +80,8 @@ class ExpectedGain:
     Probes are not cut, or nothing could be learnt from them. Nor is anything on an accelerator: shapes stay as they are
     there, so a column that is cut is paid for all the same.
 
-    Until `use` gave it costs there is nothing to weigh, and a budget is all of k: that is how replays without costs
-    count. No recipe runs so: `build` refuses it.
+    Until `use` gave it costs there is nothing to weigh, and a budget is all of k. No recipe runs so: `build` refuses
+    it, and replays without costs count with a fixed length in its place.
     """
 
     def __init__(self, k: int, hysteresis: float = 1.03, probe: int = 16, trim: bool = True) -> None:

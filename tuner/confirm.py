@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
 
-from specflow.errors import DataError, SpecFlowError
+from specflow.errors import SpecFlowError
 from specflow.measure import merge_counts
 from specflow.types import Counts, Timings
 from tuner.aims import Aims
+from tuner.budget import BudgetSpent
 from tuner.choose import told_apart
 from tuner.interval import FEWEST_PROMPTS, Measured, Work
 from tuner.result import Split
@@ -157,7 +158,7 @@ def in_turns(
         advance: Called with the name of what was done.
 
     Raises:
-        DataError: The budget ended before anything could be compared.
+        BudgetSpent: The budget ended before anything could be compared.
         SpecFlowError: Plain decoding itself failed.
     """
     race = Race(plain, groups={group.key: group for group in groups})
@@ -169,7 +170,7 @@ def in_turns(
                 if len(race.runs.get(plain, {})) >= fewest:
                     return race
                 expected = f"time for {fewest} prompts with each of {len(alive)} contestants"
-                raise DataError("--budget", "it ended before anything could be compared", expected, "raise it")
+                raise BudgetSpent("--budget", "it ended before anything could be compared", expected, "raise it")
             shift = (turn + index) % len(alive)
             for candidate in [*alive[shift:], *alive[:shift]]:
                 _run(race, candidate, group, runner)

@@ -86,8 +86,8 @@ class Replayer:
 
     Args:
         trace: What was recorded.
-        cost: Seconds of rounds: one model, or one for each drafter by its name in the trace. None: counts alone, and
-            policies that weigh costs act as they do without a profile.
+        cost: Seconds of rounds: one model, or one for each drafter by its name in the trace. None: counts alone;
+            policies that weigh costs go by prices of their own, and one that has none drafts all it may.
     """
 
     def __init__(self, trace: Trace, cost: Costing = None) -> None:

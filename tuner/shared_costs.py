@@ -77,6 +77,8 @@ class SharedCosts:
                 while (known := self._find(recipe)) is None and self._others_before(recipe, place):
                     check()
                     sleep(LOOK_S)
+                if known is None:  # whoever came before may have left between the two looks
+                    known = self._find(recipe)
             if known is not None:
                 return known
             found = measure()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specflow.cost import CostModel
-from specflow.errors import DataError, SpecFlowError
+from specflow.errors import SpecFlowError
 from specflow.recipe import Recipe, recipe_data
 from tuner.aims import Aims, hurdle_of
 from tuner.analysis import importances
@@ -248,7 +248,7 @@ class Tuning:
         plan = replace(plan, aims=self._aims([*race.runs, *again]))
         try:
             second = in_turns(again, self.nobody, groups, runner, plan, self.advance)
-        except DataError:  # the budget ended first
+        except BudgetSpent:
             self.warnings += [f"{each}; length.until={each.until} was not run for lack of time" for each in stops]
             return race, verdict
         self.warnings += [f"{each}; it ran with length.until={each.until} too" for each in stops]

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +27,21 @@ def worker() -> dict[str, Any]:
 def abandoned(trial: FrozenTrial) -> bool:
     """Whether nobody works on a running trial any more."""
     who = trial.user_attrs.get("worker")
-    if who is not None and who["host"] == socket.gethostname():
-        return who["process"] != os.getpid() and not Path(f"/proc/{who['process']}").exists()
+    if who is not None and who["host"] == socket.gethostname() and os.name == "posix":
+        return not _lives(who["process"])
     began = trial.datetime_start
     return began is not None and datetime.now() - began > STALE
+
+
+def _lives(process: int) -> bool:
+    """Whether a process of this host is there; signal 0 asks and does nothing."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def wait_until(done: Callable[[], bool], most_s: float = PATIENCE_S, step_s: float = 0.05) -> None:

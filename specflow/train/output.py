@@ -104,8 +104,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(str(self.path), f"cannot create: {error.strerror}", "a writable directory") from error
-        fresh = {"format": FORMAT, "settings": settings, "earlier": list(earlier), "sessions": [], "result": None}
-        self._header = self._header or fresh
+        fresh: dict[str, Any] = {"format": FORMAT, "settings": settings, "earlier": list(earlier)}
+        self._header = self._header or {**fresh, "sessions": [], "result": None}
         self._header["sessions"].append(asdict(provenance))
         self._write()
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from specflow.errors import DataError, RequestError
+from specflow.errors import RequestError
 from specflow.types import Counts, Timings
+from tuner.budget import BudgetSpent
 from tuner.choose import choose
 from tuner.confirm import Group, Race, RacePlan, Run, in_turns
 from tuner.interval import Work
@@ -135,7 +136,7 @@ def test_a_race_that_the_budget_ends_in_any_pass_is_not_complete(ends: float) ->
 
 def test_a_budget_too_small_for_any_comparison_is_an_error() -> None:
     one = drafted("one")
-    with pytest.raises(DataError, match="--budget"):
+    with pytest.raises(BudgetSpent, match="--budget"):
         race(FakeRunner({PLAIN: 10.0, one: 10.5}), one, ends=6.0)
 
 

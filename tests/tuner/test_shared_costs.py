@@ -72,6 +72,19 @@ def test_workers_that_come_at_once_measure_once(tmp_path: Path) -> None:
     assert len(measured) == 1
 
 
+def test_what_is_told_between_the_last_two_looks_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, found = place(tmp_path, "journal"), Profiled(prices())
+    late = SharedCosts(storage, "s", HERE)
+
+    def leaves(recipe: str, number: int) -> bool:
+        data = {"model": found.model.to_data(), "doubts": []}
+        late._study.set_user_attr(f"costs of {recipe}", data)
+        return False
+
+    monkeypatch.setattr(late, "_others_before", leaves)
+    assert late.get("good", never, nothing) == found
+
+
 def test_where_one_fails_the_next_measures(tmp_path: Path) -> None:
     storage = place(tmp_path, "journal")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import FakeLab, plan_of, prices, recipes, tuned
@@ -10,6 +11,7 @@ from fakes import FakeLab, plan_of, prices, recipes, tuned
 from specflow.errors import DataError
 from specflow.recipe import parse_recipe
 from tuner.budget import Budget, BudgetSpent
+from tuner.confirm import Race, in_turns
 from tuner.explain import explain
 from tuner.report import report
 from tuner.result import TuneResult, read_result, write_result
@@ -80,6 +82,22 @@ def test_a_length_to_stop_at_that_nobody_had_time_to_run_is_told(tmp_path: Path)
     found = tuned(tmp_path / "short", lab, "good", budget=took + 0.4 * whole.seconds["confirm"], most_passes=1)
     assert "length.until" not in found.answer.choice.settings
     assert any("was not run for lack of time" in each for each in found.warnings)
+
+
+def test_an_error_while_a_length_to_stop_at_runs_is_no_lack_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    races = iter((in_turns, None))
+
+    def breaks(*args: Any) -> Race:
+        race = next(races)
+        if race is None:
+            raise DataError("plain decoding", "broke", "a run")
+        return race(*args)
+
+    monkeypatch.setattr("tuner.tune.in_turns", breaks)
+    with pytest.raises(DataError, match="broke"):
+        tuned(tmp_path, FakeLab({"good": 0.9}, prices(per_draft=0.004), fades={"good": 0.05}), "good")
 
 
 def test_a_prediction_that_does_not_come_true_does_not_win(tmp_path: Path) -> None:
