@@ -241,7 +241,11 @@ class ProfileKey:
     @classmethod
     def of(cls, recipe: Recipe, info: TargetInfo) -> ProfileKey:
         """The key of a recipe with its target loaded, on this machine as it is set up now."""
+        from specflow.handover import asks_for_likeliest
+
         target = {"name": info.name, "dtype": info.weights, "device": str(info.device), "runtime": info.runtime}
+        if info.picks:  # a pass that needs no logits is a cheaper one
+            target["head"] = "picked" if asks_for_likeliest(info, recipe.sampling) else "scored"
         draft = None if recipe.draft is None else _without_k(recipe.draft.model_dump(mode="json"))
         return cls(target, draft, _machine(info))
 

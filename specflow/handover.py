@@ -11,6 +11,7 @@ import torch
 from specflow.draft.base import Needs
 from specflow.errors import GraphError
 from specflow.law import PointMass
+from specflow.sampling import BatchSampler
 from specflow.tree import chain
 from specflow.types import DraftBlock, Features, Observation, TargetOutput
 
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specflow.draft.base import Drafter
-    from specflow.target.base import Cache, PickingTarget, Target
+    from specflow.target.base import Cache, PickingTarget, Target, TargetInfo
+    from specflow.types import Sampling
 
-__all__ = ["Prompt", "empty_block", "features_of", "prefill", "score_block"]
+__all__ = ["Prompt", "asks_for_likeliest", "empty_block", "features_of", "prefill", "score_block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +133,11 @@ def features_of(output: TargetOutput, needs: Needs, path: Tensor | None = None) 
         hidden_pre=asked(needs.hidden_pre, output.hidden_pre),
         hidden_post=asked(needs.hidden_post, output.hidden_post),
     )
+
+
+def asks_for_likeliest(info: TargetInfo, sampling: Sampling) -> bool:
+    """Whether rounds of such requests need nothing but the likeliest token of every row, once the text has begun."""
+    sampler = BatchSampler(info.vocab_size, info.stop_ids, info.device)
+    sampler.reset(1)
+    sampler.start(0, sampling, 0, ())
+    return not sampling.logprobs and sampler.takes_likeliest([1])

@@ -21,12 +21,11 @@ from specflow.device import asking_is_free, torch_threads
 from specflow.draft.base import Needs
 from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.errors import DataError
-from specflow.handover import empty_block, features_of, score_block
+from specflow.handover import asks_for_likeliest, empty_block, features_of, score_block
 from specflow.law import PointMass
 from specflow.length import Fixed
 from specflow.measure import spread
 from specflow.noise import RoundNoise
-from specflow.sampling import BatchSampler
 from specflow.tree import chain
 from specflow.types import DraftBlock, DraftBudget, Features, Observation, Sampling
 
@@ -154,7 +153,7 @@ class Profiler:
         self._parts, self._plan = parts, plan
         endless = {"ignore_eos": True, "stop_ids": (), "stop_strings": (), "min_new_tokens": 0}
         self._sampling = sampling.model_copy(update={**endless, "max_new_tokens": ROUND_TOKENS, "seed": 0})
-        self._greedy = _asks_for_likeliest(parts.target, self._sampling)
+        self._greedy = asks_for_likeliest(parts.target.info, self._sampling)
         self._watch = Stopwatch(parts.target.info.device, clock)
         self._samples: dict[Point, list[float]] = defaultdict(list)
         self._nodes: dict[int, int] = {}
@@ -349,14 +348,6 @@ class _Rounds:
         own = (0,) * batch if block.topology.is_chain else ()
         self._drafter.observe(replace(told, own=own), range(batch))
         return draft_s, verify_s, block
-
-
-def _asks_for_likeliest(target: Target, sampling: Sampling) -> bool:
-    """Whether the engine's rounds of such requests ask for nothing but the likeliest token of every row."""
-    sampler = BatchSampler(target.info.vocab_size, target.info.stop_ids, target.info.device)
-    sampler.reset(1)
-    sampler.start(0, sampling, 0, ())
-    return not sampling.logprobs and sampler.takes_likeliest([1])
 
 
 def _without_pass(timing: Timing, model: CostModel) -> Timing:

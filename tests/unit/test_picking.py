@@ -13,6 +13,7 @@ from families import CPU, make_model, make_onnx
 from tiny import VOCAB, Adversary, Branching, Empty, NumberText, Oracle, Ragged, tiny_model
 from torch import Tensor
 
+from specflow.cost import ProfileKey
 from specflow.draft.base import Needs
 from specflow.engine import Engine, EngineParts, EngineSettings
 from specflow.handover import score_block
@@ -23,6 +24,7 @@ from specflow.onnx import screen
 from specflow.onnx.decoder import DecoderPart
 from specflow.onnx.screened import ScreenedHead
 from specflow.profiling import Plan, Profiler
+from specflow.recipe import parse_recipe
 from specflow.rules import RULE_INFOS
 from specflow.sampling import BatchSampler, PickedLaw, TargetLaw
 from specflow.target import onnx
@@ -249,3 +251,12 @@ def test_a_profile_times_the_passes_that_rounds_of_these_requests_make(changes: 
         Profiler(parts, plan, GREEDY.model_copy(update=changes)).measure()
     rows = 2 * (1 + 4) + (0 if kind is None else 2 * (1 + 2))  # each is run once to warm up
     assert watched.rows == (0 if changes else rows)
+
+
+def test_profiles_of_picked_and_of_scored_passes_are_kept_apart() -> None:
+    greedy = parse_recipe({"target": {"model": "m"}})
+    sampled = parse_recipe({"target": {"model": "m"}, "sampling": {"temperature": 0.7}})
+    divided, whole = (target_of(each).info for each in (True, False))
+    assert ProfileKey.of(greedy, divided).target["head"] == "picked"
+    assert ProfileKey.of(sampled, divided).target["head"] == "scored"
+    assert ProfileKey.of(greedy, whole) == ProfileKey.of(sampled, whole)
