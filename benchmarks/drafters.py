@@ -27,6 +27,7 @@ from time import perf_counter
 from typing import Any
 
 from drafter_tables import publish
+from origins import without_folders
 
 from specflow.bench.data import PromptRow, load_prompts
 from specflow.build import LoadedTarget, build_engine, load_target
@@ -162,13 +163,6 @@ def chats(data: Path, limit: int) -> list[PromptRow]:
     if bad or not rows:
         raise SystemExit(f"{data}: {len(rows)} usable rows; {bad[0].reason if bad else 'it is empty'}")
     return rows
-
-
-def without_folders(provenance: dict[str, Any]) -> dict[str, Any]:
-    """Where a figure comes from, without the folders of the machine."""
-    argv = [Path(word).name if word.startswith(("/", ".")) else word for word in provenance["argv"]]
-    files = {Path(path).name: digest for path, digest in provenance["files"].items()}
-    return {**provenance, "argv": argv, "files": files}
 
 
 def run_verb(verb: str, name: str, *words: str) -> None:

@@ -25,6 +25,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from origins import without_folders  # noqa: E402
+
 from specflow.build import LoadedTarget, load_target  # noqa: E402
 from specflow.cost import CostModel  # noqa: E402
 from specflow.errors import SpecFlowError  # noqa: E402
@@ -69,7 +71,7 @@ def main() -> None:
         "replays_a_second": _replay_rates(space, result),
         "profile_s": result.profile_seconds,
         "refused": [each.model_dump() for each in result.refused],
-        "provenance": asdict(Provenance.collect(str(loaded.target.info.device), [0], [options.data])),
+        "provenance": without_folders(asdict(Provenance.collect(str(loaded.target.info.device), [0], [options.data]))),
     }
     FIGURES.mkdir(parents=True, exist_ok=True)
     write_json_atomic(FIGURES / "figures.json", figures)
