@@ -73,6 +73,8 @@ def notes_on(view: RecipeView, draft: DraftView | None) -> Iterator[str]:
             f"{draft.path} has SpecFlow's own layout, which no engine reads: specflow convert {draft.path} --to "
             f"{layout} -o FOLDER, and FOLDER in its place"
         )
+    if draft.facts.own_ids:
+        yield f"{draft.path} has token ids of its own for a part of the target's vocabulary, which no engine reads"
     found = [*check_block(draft.k, draft.path, draft.family, draft.key("k"))]
     found += check_pair(view.target, draft.path, draft.family, view.recipe.runtime.context)
     if "index" in draft.options:

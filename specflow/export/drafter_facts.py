@@ -24,6 +24,7 @@ class DrafterFacts:
         max_positions: Positions it was trained for.
         temperatures: Of its confidence head, one a draft position.
         source: Where this was read: "config.json" or "name"; "" where nothing is known.
+        own_ids: A language model over a part of the target's vocabulary, as `specflow train` writes it.
     """
 
     trained_k: int | None = None
@@ -31,6 +32,7 @@ class DrafterFacts:
     max_positions: int | None = None
     temperatures: tuple[float, ...] = ()
     source: str = ""
+    own_ids: bool = False
 
 
 def facts_of(path: str | None, family: str) -> DrafterFacts:
@@ -69,7 +71,11 @@ def _from_config(config: Mapping[str, Any], family: str) -> DrafterFacts:
     positions = _whole(config.get("max_positions")) or _whole(config.get("max_position_embeddings"))
     given = config.get("temperatures")
     numbers = given if isinstance(given, list) and all(_is_temperature(each) for each in given) else ()
-    return DrafterFacts(trained, modules, positions, tuple(map(float, numbers)), "config.json")
+    return DrafterFacts(trained, modules, positions, tuple(map(float, numbers)), "config.json", _has_own_ids(config))
+
+
+def _has_own_ids(config: Mapping[str, Any]) -> bool:
+    return str(config.get("model_type")).startswith("specflow_")
 
 
 def _published_lengths(config: Mapping[str, Any]) -> Iterator[int]:

@@ -207,14 +207,14 @@ def _draft_view(part: SourceSection, at: str) -> DraftView:
     options = {name: getattr(part, name) for name in part.info.config.model_fields}
     is_model = part.info.axis == "small_model"
     name = options.get("model") if is_model else options.get(part.info.checkpoint)
-    path = None if name is None else _place_of(name) if is_model else _place(name, drafter_path)
+    path = None if name is None else _place_of(name, drafter_path) if is_model else _place(name, drafter_path)
     family = part.method or part.source
     return DraftView(at, family, part.k, path, options, facts_of(path, family))
 
 
-def _place_of(model: str) -> str:
+def _place_of(model: str, find: Callable[[str], Path] = Path) -> str:
     """What other engines call a language model."""
-    return HUB_IDS.get(model) or _place(model, Path)
+    return HUB_IDS.get(model) or _place(model, find)
 
 
 def _place(name: str, find: Callable[[str], Path]) -> str:

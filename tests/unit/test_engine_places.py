@@ -46,7 +46,10 @@ def test_a_shipped_drafter_is_named_by_its_folder(name: str, place: Path) -> Non
     (draft,) = view_of(load_recipe(name)).drafts
     assert draft.path == str(place)
     notes = exported("vllm", name)["notes"]
-    assert any(f"specflow convert {place} --to speculators" in note for note in notes)
+    if draft.family in ("medusa", "early_exit"):  # vLLM has no such method
+        return
+    told = "token ids of its own" if draft.family == "small_model" else f"specflow convert {place} --to speculators"
+    assert any(told in note for note in notes)
 
 
 def test_folders_are_absolute_in_what_another_folder_starts(folder: Path) -> None:
