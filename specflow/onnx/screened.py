@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from specflow.onnx.screen import rounding_share
 
@@ -23,6 +24,7 @@ _LEAST_UNIT, _MOST_UNIT = 1e-20, 1e20
 _VANISHING = 1e-40
 """More than what products too small for float32 come to."""
 _PROBED_ROWS = 8
+_PROBED_PAIRS = 64
 
 
 class ScreenedHead:
@@ -64,19 +66,31 @@ class ScreenedHead:
         return torch.from_numpy(best)
 
     def holds(self) -> bool:
-        """Whether the bounds hold here: products of bytes saturate on some processors.
+        """Whether the bounds hold here: x86 without VNNI adds the products of two neighbouring bytes in 16 bits.
 
-        Rows of the head itself are those whose products with it are largest.
+        Rows of the head itself are those whose products with it are largest; rows of two entries are those of which
+        such a sum loses most, too little to be seen among the products of many entries.
         """
         count = len(self._weight)
         chosen = torch.arange(0, count, max(1, count // _PROBED_ROWS))[:_PROBED_ROWS]
-        rows = self._weight[chosen].float().contiguous()
-        rows = torch.cat((rows, rows.sign(), torch.ones_like(rows[:1])))
+        rows = self._weight[chosen].float()
+        rows = torch.cat((rows, rows.sign(), torch.ones_like(rows[:1]), self._heavy_pairs()))
         tokens, bounds = self._screen(rows)
         logits = self._score(rows).numpy().astype(np.float64)
         listed = np.take_along_axis(logits, tokens, axis=1)
         np.put_along_axis(logits, tokens, -np.inf, axis=1)
         return bool((listed <= bounds).all() and (logits.max(axis=1) <= bounds[:, -1]).all())
+
+    def _heavy_pairs(self) -> Tensor:
+        """Rows of two neighbouring ones, each where the token with the largest logit weighs most.  # [n, H]"""
+        inputs = self._weight.shape[1]
+        count = min(_PROBED_PAIRS, inputs // 2)
+        sums = self._weight[:, : 2 * count].float().view(len(self._weight), count, 2).sum(-1)  # [V, P]
+        largest, token = sums.max(0)
+        share = largest / self._weight[token].float().abs().amax(1)  # of what 8 bits hold of that token
+        pairs = share.nan_to_num(0.0).topk(min(_PROBED_ROWS, count)).indices
+        rows = torch.eye(count).repeat_interleave(2, dim=1)[pairs]
+        return F.pad(rows, (0, inputs - 2 * count))
 
     def _screen(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Tokens and upper bounds of their logits, the highest first; not a number where they mean nothing."""
