@@ -136,8 +136,8 @@ def features_of(output: TargetOutput, needs: Needs, path: Tensor | None = None) 
 
 
 def asks_for_likeliest(info: TargetInfo, sampling: Sampling) -> bool:
-    """Whether rounds of such requests need nothing but the likeliest token of every row, once the text has begun."""
+    """Whether rounds of such requests need nothing but the likeliest token of every row, once stop ids are possible."""
     sampler = BatchSampler(info.vocab_size, info.stop_ids, info.device)
     sampler.reset(1)
     sampler.start(0, sampling, 0, ())
-    return not sampling.logprobs and sampler.takes_likeliest([1])
+    return not sampling.logprobs and sampler.takes_likeliest([sampling.min_new_tokens])

@@ -256,7 +256,9 @@ def test_a_profile_times_the_passes_that_rounds_of_these_requests_make(changes: 
 def test_profiles_of_picked_and_of_scored_passes_are_kept_apart() -> None:
     greedy = parse_recipe({"target": {"model": "m"}})
     sampled = parse_recipe({"target": {"model": "m"}, "sampling": {"temperature": 0.7}})
+    late = parse_recipe({"target": {"model": "m"}, "sampling": {"min_new_tokens": 9}})
     divided, whole = (target_of(each).info for each in (True, False))
     assert ProfileKey.of(greedy, divided).target["head"] == "picked"
     assert ProfileKey.of(sampled, divided).target["head"] == "scored"
+    assert ProfileKey.of(late, divided) == ProfileKey.of(greedy, divided)  # most of its rounds, and what is timed
     assert ProfileKey.of(greedy, whole) == ProfileKey.of(sampled, whole)
