@@ -1,7 +1,7 @@
-"""Which contestant wins: the best beyond the noise; of those that cannot be told apart, the simplest. No torch.
+"""Which contestant wins: the best beyond the noise; of those about as fast that noise may have ordered, the simplest.
 
-Speculation has to beat plain decoding, in throughput or latency as the run's objectives say, by more than the noise and
-by more than a margin; where it does not, plain decoding is the answer, and a good one.
+No torch. Speculation has to beat plain decoding, in throughput or latency as the run's objectives say, by more than the
+noise and by more than a margin; where it does not, plain decoding is the answer, and a good one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from tuner.interval import Measured, latency_s, ratio_of_rates
 from tuner.result import Interval
 from tuner.space import Candidate
 
-__all__ = ["MARGIN", "SIMPLICITY", "Effort", "Measured", "Verdict", "choose", "effort", "told_apart"]
+__all__ = ["MARGIN", "SIMPLICITY", "SLACK", "Effort", "Measured", "Verdict", "choose", "effort", "told_apart"]
 
 MARGIN = 0.02
 """A speed-up of less than this is not worth a second model, a second cache and a second thing to go wrong."""
+SLACK = 0.03
+"""What simplicity may cost: one that measured slower by more is not taken, though noise could have made it so."""
 SIMPLICITY = "simplicity"
 """What decides where no objective does."""
 AXES = ("history", "skipped_layers", "target_features", "small_model")
@@ -82,7 +84,7 @@ def choose(
         best = max(known, key=lambda each: known[each].value)
         return _plain(plain, _why_plain(best, known[best], aims), aims)
     ties, decided_by = _told(beaten, measured, aims)
-    winner = min(ties, key=lambda each: efforts[each])
+    winner = min(_near(ties, known), key=lambda each: efforts[each])
     others = tuple(sorted((each for each in ties if each != winner), key=lambda each: efforts[each]))
     reason = _why(winner, known[winner], (measured[winner], base), aims) + _why_it(len(beaten), others, decided_by)
     speed_up = ratio_of_rates(measured[winner], base) or EVEN
@@ -105,6 +107,12 @@ def _told(
     return left, decided_by if len(left) == 1 else SIMPLICITY
 
 
+def _near(ties: Sequence[Candidate], ups: Mapping[Candidate, Interval]) -> list[Candidate]:
+    """Of those that cannot be told apart, who measured about as well as the best."""
+    best = max(ups[each].value for each in ties)
+    return [each for each in ties if ups[each].value >= best * (1.0 - SLACK)]
+
+
 def _why(winner: Candidate, up: Interval, works: tuple[Measured, Measured], aims: Aims) -> str:
     """What it gains, in the objective in which it had to beat plain decoding."""
     between = f"({up.low:.2f} to {up.high:.2f})"
@@ -121,7 +129,7 @@ def _why_it(num_beaten: int, others: Sequence[Candidate], decided_by: str) -> st
     """Why this one of all that beat plain decoding."""
     if others:
         names = ", ".join(each.label for each in others)
-        return f"; {names} could not be told from it, and it is the simplest of them"
+        return f"; {names} could not be told from it; of all within {SLACK:.0%} of the best it is the simplest"
     return f"; {decided_by} decided among {num_beaten} that beat plain decoding" if num_beaten > 1 else ""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from specflow.recipe import load_recipe, parse_recipe
 from tuner.aims import Aims
-from tuner.choose import MARGIN, SIMPLICITY, Verdict, choose, effort, told_apart
+from tuner.choose import MARGIN, SIMPLICITY, SLACK, Verdict, choose, effort, told_apart
 from tuner.interval import Work, latency_s, ratio_of_latencies, ratio_of_rates
 from tuner.result import Choice
 from tuner.schedule import Best, Scheduler, make_schedule
@@ -93,6 +93,21 @@ class TestChoice:
         found = choose(measured, PLAIN, efforts(PLAIN, few, many))
         assert (found.winner, found.ties) == (few, (many,))
         assert not told_apart(measured, PLAIN)
+
+    def test_simplicity_may_cost_little(self) -> None:
+        few, many, most = drafted("m", 2), drafted("m", 8), drafted("m", 12)
+        turns = [1.2 if number % 2 else 0.8 for number in range(12)]
+        measured = {
+            PLAIN: spans(*[10.0] * 12),
+            few: spans(*[10.0 / (1.40 * turn) for turn in turns]),
+            many: spans(*[10.0 / (1.50 * (2.0 - turn)) for turn in turns]),
+        }
+        measured[most] = measured[many]
+        found = choose(measured, PLAIN, efforts(PLAIN, few, many, most))
+        ups = {each: ratio_of_rates(measured[each], measured[PLAIN]) for each in (few, many)}
+        assert ups[few].value < ups[many].value * (1.0 - SLACK)  # type: ignore[union-attr]
+        assert (found.winner, found.ties) == (many, (few, most))
+        assert "within 3% of the best it is the simplest" in found.reason
 
     def test_nothing_measured_is_plain_decoding(self) -> None:
         assert choose({PLAIN: work(10.0)}, PLAIN, efforts(PLAIN)).winner == PLAIN
