@@ -171,7 +171,7 @@ def _trained(drafters: Sequence[Drafter]) -> list[str]:
         result, corpus = each.result, each.training["settings"]["corpus"]
         held, calibration = result["held_out"], result.get("calibration")
         errors = "-" if not calibration else f"{calibration['error_before']:.3f} / {calibration['error']:.3f}"
-        first = held["accept_rate"][0] if held else None
+        overlaps = [_number(each["accept_rate"][0]) if each else "-" for each in (held, result.get("trained_on"))]
         rows.append(
             [
                 each.name,
@@ -181,11 +181,12 @@ def _trained(drafters: Sequence[Drafter]) -> list[str]:
                 f"{each.total('steps'):.0f}",
                 f"{each.total('positions') / 1e6:.1f} M",
                 f"{each.total('seconds') / 60:.0f} min",
-                _number(first),
+                " / ".join(overlaps),
                 errors,
             ]
         )
-    head = ["drafter", "built", "weights", "data", "steps", "positions", "time", "held-out overlap at 1"]
+    head = ["drafter", "built", "weights", "data", "steps", "positions", "time"]
+    head.append("overlap at 1, held-out texts / texts trained on")
     return list(_table([*head, "confidence error before / after"], rows))
 
 

@@ -1,4 +1,4 @@
-"""Figures of a drafter on texts that it is not trained on."""
+"""Figures of a drafter on texts: on held-out ones, and on some that it is trained on, to set beside them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["HeldOut", "sample"]
 
 
 class HeldOut:
-    """Held-out texts in fixed batches, with fixed random choices: only the weights change what is measured.
+    """Texts in fixed batches, with fixed random choices: only the weights change what is measured.
 
     Args:
         texts: What is measured on; may be none.

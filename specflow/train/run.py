@@ -218,19 +218,20 @@ class TrainingRun:
         self._fitted = True
 
     def finish(self) -> Mapping[str, Any]:
-        """Measure on all held-out texts, and write the drafter as it is now.
+        """Measure on all held-out texts and on as many trained on, and write the drafter as it is now.
 
         Returns:
-            The figures, as `HeldOut` gives them.
+            The held-out figures, as `HeldOut` gives them.
         """
-        everything = HeldOut(self.texts.held_out, self._plan.options.batch_tokens, self._source, self._processes)
-        figures = everything.measure(self._drafting, self._trainee)
+        figures = self._figures(self.texts.held_out)
+        # As many texts that it has seen: what it knows of them alone is not the target's way but the texts.
+        seen = self._figures(sample(self.texts.training, sum(map(len, self.texts.held_out))))
         if self._processes.is_first:
             path = self._plan.output
             save_drafter(path, self._trainee.trainable)
             recipe = with_weights(self._plan.recipe, self._place, path)
             write_recipe(path, recipe)
-            self.folder.note(result={**self._result(figures), "calibration": self._calibrate(recipe)})
+            self.folder.note(result={**self._result(figures, seen), "calibration": self._calibrate(recipe)})
             name = self._section.method or self._section.source
             draw_curve(self.folder, f"{name} for {self._loaded.target.info.name}")
         self._processes.wait()
@@ -250,7 +251,11 @@ class TrainingRun:
         write_temperatures(self._plan.output, found.temperatures)
         return {"for": {"temperature": recipe.sampling.temperature, "rule": recipe.verify.rule}, **found.facts()}
 
-    def _result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+    def _figures(self, texts: Sequence[Text]) -> Mapping[str, Any]:
+        measured = HeldOut(texts, self._plan.options.batch_tokens, self._source, self._processes)
+        return measured.measure(self._drafting, self._trainee)
+
+    def _result(self, figures: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "steps": self.step,
             "of": self.steps,
@@ -260,6 +265,7 @@ class TrainingRun:
             "parameters": sum(each.numel() for each in self._loop.parameters),
             "vocabulary_coverage": self._trainee.coverage,
             "held_out": figures,
+            "trained_on": seen,
         }
 
     def _settings(self) -> dict[str, Any]:

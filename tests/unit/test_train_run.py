@@ -73,6 +73,8 @@ def test_a_run_says_how_it_went(whole: Path) -> None:
     assert header["settings"]["options"]["steps"] == 8
     assert header["result"]["steps"] == 8
     assert header["result"]["held_out"]["length"] > 1.0
+    assert header["result"]["trained_on"]["counts"] != header["result"]["held_out"]["counts"]
+    assert sum(header["result"]["trained_on"]["counts"]) > 0
     assert header["sessions"][0]["source_sha256"]
     assert "accept rate" in (whole / "curve.svg").read_text()
 
