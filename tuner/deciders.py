@@ -72,10 +72,18 @@ class Setting:
 
     trace: Trace
     served: tuple[Served, ...]  # in the order in which they are asked
+    until: int | None = None  # committed tokens from which on nobody is asked, as in `length.Until`
+
+    @cached_property
+    def limit(self) -> Numbers:
+        """Draft tokens that can be of use at every position.  # [P]"""
+        limit = self.trace.limit
+        found: Numbers = limit if self.until is None else np.where(self.trace.context < self.until, limit, 0)
+        return found
 
     @cached_property
     def limits(self) -> list[int]:
-        found: list[int] = self.trace.limit.tolist()
+        found: list[int] = self.limit.tolist()
         return found
 
     @cached_property
@@ -98,7 +106,7 @@ def by_position(setting: Setting, policy: LengthPolicy) -> dict[str, Numbers]:
     """What a policy without state decides at every position.  # field of `Decided` -> [P]"""
     trace = setting.trace
     at = np.arange(trace.num_positions)
-    budget = np.minimum(policy.k, trace.limit)
+    budget = np.minimum(policy.k, setting.limit)
     found = _first_of(setting, at, [np.minimum(budget, served.k) for served in setting.served])
     if type(policy) is not Fixed:
         for number, served in enumerate(setting.served):

@@ -125,9 +125,8 @@ class Ground:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots, self.trace = slots, slots[0].setting.trace
         self.policies: list[Any] = [slot.policy for slot in slots]  # with the options of their own kind
-        k = np.array([policy.k for policy in self.policies])
-        self.deepest = int(k.max())
-        reach = np.minimum(self.trace.limit, k[:, None])
+        self.deepest = max(policy.k for policy in self.policies)
+        reach = np.array([np.minimum(slot.setting.limit, slot.policy.k) for slot in slots])
         self.reach = reach.ravel()
         self.parts = tuple(Part(number, slots, reach) for number in range(len(slots[0].setting.served)))
 

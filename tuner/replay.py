@@ -145,7 +145,7 @@ class Replayer:
                     Served(drafts, k, self._stands(config, drafts)[draw] if weighed else drafts.agree, weighed)
                     for drafts, k, weighed in parts
                 )
-                slots.append(Slot(Setting(self._trace, served), policy, numbers, config.concurrency))
+                slots.append(Slot(Setting(self._trace, served, config.until), policy, numbers, config.concurrency))
             return _Job(config, numbers, slots)
         except DataError as error:
             return error
@@ -270,10 +270,10 @@ class Replayer:
 
     def _policy(self, config: ReplayConfig) -> LengthPolicy:
         """The engine's own policy, with costs where it weighs them; one that needs them drafts all it may without."""
-        if not config.drafters or config.k == 0:
-            return POLICIES["fixed"].policy(k=0)
         if config.policy not in POLICIES:
             raise DataError("length.policy", f"'{config.policy}'", f"one of: {', '.join(POLICIES)}")
+        if not config.drafters or config.k == 0:
+            return POLICIES["fixed"].policy(k=0)
         try:
             options = length_sections()[config.policy].model_validate(dict(config.options)).options
         except ValidationError as error:

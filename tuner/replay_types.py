@@ -79,6 +79,7 @@ class ReplayConfig:
     part_k: tuple[int, ...] = ()  # of each drafter, where they are less than k; () is k for all
     policy: str = "fixed"  # length policy, as in `length.policy`
     options: Mapping[str, Any] = field(default_factory=dict)  # of the policy, as in a recipe
+    until: int | None = None  # committed tokens from which on rounds are plain
     rule: str = "match"
     concurrency: int = 1  # requests decoded together
     contexts: tuple[int, int] | None = None  # count only rounds with low <= committed tokens < high
@@ -105,15 +106,13 @@ class ReplayConfig:
             raise DataError(
                 "trace", f"no recipe '{recipe.name}' in it", f"one of: {known}", "trace it into the same directory"
             )
-        if recipe.length.until is not None:
-            hint = "a context range counts rounds below a length: specflow replay --context"
-            raise DataError("length.until", f"{recipe.length.until}, which no replay heeds", "null", hint)
         found: dict[str, Any] = {
             "drafters": info.recipes[recipe.name],
             "k": recipe.draft.k,
             "part_k": tuple(part.k for part in recipe.draft.parts) if len(recipe.draft.parts) > 1 else (),
             "policy": recipe.length.policy,
             "options": recipe.length.options,
+            "until": recipe.length.until,
             "rule": recipe.verify.rule,
             "concurrency": recipe.runtime.batch,
         }

@@ -15,7 +15,7 @@ from made_traces import Made, made_trace
 
 from specflow.errors import DataError
 from specflow.law import PointMass
-from specflow.length import POLICIES
+from specflow.length import POLICIES, Until
 from specflow.length_match import GOES_ON, best_length
 from specflow.tree import chain
 from specflow.types import DraftBlock, DraftBudget
@@ -168,6 +168,7 @@ def expected(trace: Trace, config: ReplayConfig, costs: RandomCosts | None) -> l
         policy = POLICIES[config.policy].policy(k=config.k, **config.options)
         if costs is not None and POLICIES[config.policy].priced:
             policy.use(costs)
+        policy = policy if config.until is None else Until(policy, config.until)
         alone = Alone(Setting(trace, tuple(served)), policy)
         wanted = config.categories or trace.info.categories
         rounds += [tuple(alone.request(n)) for n, one in enumerate(trace.requests) if one.category in wanted]
@@ -199,6 +200,7 @@ def test_lanes_decide_what_the_engine_decides(policy: str, priced: bool, trace: 
                 part_k=() if len(drafters) == 1 else (min(k, 3), k),
                 policy=policy,
                 options=options(policy, dice),
+                until=dice.choice([None, 1, 60, 110, 150]),
                 rule=dice.choice(rules),
                 categories=dice.choice([(), (), ("kind1",)]),
                 draws=2,
@@ -239,6 +241,14 @@ def test_what_cannot_be_replayed_does_not_stop_the_others(trace: Trace) -> None:
     assert first == last
     assert isinstance(refused, DataError)
     assert "recorded at" in str(refused)
+
+
+@pytest.mark.parametrize("priced", [True, False])
+def test_an_unknown_policy_is_named_whatever_k_is(priced: bool, trace: Trace) -> None:
+    player = Replayer(trace, RandomCosts(0) if priced else None)
+    for config in (ReplayConfig(policy="guess"), ReplayConfig(("prefix",), k=4, policy="guess")):
+        with pytest.raises(DataError, match=r"length\.policy.*guess"):
+            player.run(config)
 
 
 class Steep(RandomCosts):

@@ -11,7 +11,7 @@ from specflow.errors import DataError
 from specflow.recipe import Recipe
 from tuner.recorded import Trace
 from tuner.replay import Replayer
-from tuner.replay_types import ReplayConfig
+from tuner.replay_types import ReplayConfig, ReplayResult
 
 DEEPEST = 6
 DRAFTING = [path for path in RECIPES if path.stem != "vanilla"]
@@ -24,14 +24,14 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return recorded({recipe.name: recipe for recipe in made}, tmp_path_factory.mktemp("trace") / "all")
 
 
-def check(trace: Trace, recipe: Recipe, costs: SteepCosts | None = None, batch: int = 1) -> int:
-    """Replay and real run agree in every round and every count; how many draft tokens were accepted."""
+def check(trace: Trace, recipe: Recipe, costs: SteepCosts | None = None, batch: int = 1) -> ReplayResult:
+    """Replay and real run agree in every round and every count."""
     result = Replayer(trace, costs).run(ReplayConfig.of(recipe, trace.info, concurrency=batch))
     real = run_for_real(recipe, costs, batch=batch)
     assert [each.rounds for each in result.requests] == real.rounds
     assert result.counts == real.counts
     assert [each.tokens for each in result.requests] == [len(made.tokens) for made in real.made]
-    return result.accepted
+    return result
 
 
 def test_texts_end_in_all_ways(trace: Trace) -> None:
@@ -66,7 +66,18 @@ def test_every_recipe_with_every_k_the_trace_is_exact_for(path: Path, trace: Tra
 def test_every_policy(name: str, batch: int, trace: Trace) -> None:
     """With costs that make long blocks dear, so that policies have something to decide."""
     path, policies = ROOT / "recipes" / f"{name}.yaml", GENERAL[name]
-    assert sum(check(trace, recipe_at(path, DEEPEST, each), SteepCosts(), batch) for each in policies) > 0
+    assert sum(check(trace, recipe_at(path, DEEPEST, each), SteepCosts(), batch).accepted for each in policies) > 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", GENERAL)
+def test_drafting_that_ends_at_a_length_of_context(name: str, batch: int, trace: Trace) -> None:
+    """Of some requests before their first token, of some in the middle, of some never."""
+    path, drafted = ROOT / "recipes" / f"{name}.yaml", []
+    for until in ([], ["length.until=26"], ["length.until=1"]):
+        each = [[*policy, *until] for policy in (["length.policy=fixed"], *GENERAL[name])]
+        drafted.append(sum(check(trace, recipe_at(path, DEEPEST, one), SteepCosts(), batch).drafted for one in each))
+    assert drafted[0] > drafted[1] > drafted[2] == 0
 
 
 @pytest.mark.parametrize("name", ["dspark", "layer_skip", "history_then_dspark"])

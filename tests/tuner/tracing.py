@@ -11,7 +11,7 @@ from tiny import NumberText, tiny_target
 
 from specflow.build import LoadedTarget, build_drafter, build_rule
 from specflow.engine import Engine, EngineParts, EngineSettings
-from specflow.length import POLICIES, ByMatch, Costs, ExpectedGain, Fixed, LengthPolicy
+from specflow.length import POLICIES, ByMatch, Costs, ExpectedGain, Fixed, LengthPolicy, Until
 from specflow.measure import merge_counts
 from specflow.recipe import Recipe, load_recipe
 from specflow.request import RequestState
@@ -108,6 +108,7 @@ def run_for_real(
         policy = POLICIES[recipe.length.policy].policy(k=recipe.draft.k, **recipe.length.options)
         if costs is not None and isinstance(policy, ExpectedGain | ByMatch):
             policy.use(costs)
+        policy = policy if recipe.length.until is None else Until(policy, recipe.length.until)
     parts = EngineParts(TARGET.target, TARGET.codec, build_rule(recipe), policy, build_drafter(recipe, TARGET))
     engine = Engine(parts, EngineSettings(batch, prefill_chunk=recipe.runtime.prefill_chunk))
     asked = {"max_new_tokens": plan.max_new_tokens, "ignore_eos": plan.ignore_eos}
