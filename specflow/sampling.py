@@ -194,6 +194,10 @@ class PickedLaw(TargetLaw):
     def draw(self, u: Tensor | None = None) -> Tensor:
         return self._picked
 
+    def logprob(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        """Requests that ask for them are scored, not picked for."""
+        raise AssertionError("tokens that were picked without logits have no log-probabilities")
+
 
 @dataclass(frozen=True, slots=True)
 class _Prefixes:

@@ -50,6 +50,7 @@ def diagnose() -> dict[str, Any]:
         "devices": _devices() if versions["torch"] else [],
         "versions": versions,
         "onnxruntime": onnx,
+        "greedy_head": _greedy_head() if onnx["compiled_in"] and versions.get("onnx") else "",
         "openvino": {"version": package_version("openvino")},
         "packed_linears": _packed() if versions["torch"] else {},
         "cache": cache,
@@ -100,6 +101,17 @@ def _onnxruntime() -> dict[str, Any]:
     return found
 
 
+def _greedy_head() -> str:
+    """What greedy steps of float32 targets read of a large head in ONNX Runtime here; `specflow run` says it of one."""
+    from specflow.errors import SpecFlowError
+    from specflow.onnx.screened import SATURATES, screens_hold
+
+    try:
+        return "screened" if screens_hold() else f"whole: {SATURATES}"
+    except SpecFlowError as error:
+        return f"whole: {error.found}"
+
+
 def _packed() -> dict[str, object]:
     from specflow.draft.nn.linear import packed_status
 
@@ -137,6 +149,8 @@ def _print_report(report: dict[str, Any]) -> None:
     table.add_row("onnxruntime", onnx["version"] or "[red]missing[/red]")
     for name, text in _onnx_rows(report):
         table.add_row(name, text)
+    if report["greedy_head"]:
+        table.add_row("onnx greedy head", report["greedy_head"])
     table.add_row("openvino", report["openvino"]["version"] or "not installed (optional)")
     if packed:
         table.add_row("packed linears", "yes" if packed["available"] else f"no: {packed['reason']}")

@@ -95,7 +95,7 @@ def run(
 def _facts(engine: Engine, recipe: Recipe) -> dict[str, Any]:
     from specflow.bench.methods import engine_facts
 
-    return engine_facts(engine, recipe.verify.lossy)
+    return {**engine_facts(engine, recipe.verify.lossy), "greedy_head": engine.target.info.greedy_head}
 
 
 def _prompts(prompt: str | None, data: Path | None, raw: bool) -> list[_Prompt]:

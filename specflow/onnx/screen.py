@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from specflow.onnx.writer import GraphWriter
 
-__all__ = ["MOST_CANDIDATES", "rounding_share", "screen_fits", "write_screen"]
+__all__ = ["MOST_CANDIDATES", "rounding_share", "screen_refusal", "write_screen"]
 
 MOST_CANDIDATES = 32
 """Tokens that are looked at one by one; more than a dozen are rare."""
@@ -58,10 +58,13 @@ _SLAB = 4096
 """Tokens whose weights are taken to whole numbers at a time."""
 
 
-def screen_fits(weight: Tensor) -> bool:
-    """Whether a head can have a screen and gains by it.  # [V, H]"""
-    large = weight.numel() >= _LEAST_WEIGHTS and weight.shape[0] > MOST_CANDIDATES
-    return large and weight.shape[1] <= _MOST_INPUTS and bool(weight.isfinite().all())
+def screen_refusal(weight: Tensor) -> str:
+    """Why a head cannot have a screen, or does not gain by it; empty where it does.  # [V, H]"""
+    if weight.numel() < _LEAST_WEIGHTS or weight.shape[0] <= MOST_CANDIDATES:
+        return f"a head of {weight.shape[0]} x {weight.shape[1]} is read faster than a screen"
+    if weight.shape[1] > _MOST_INPUTS:
+        return f"a head of {weight.shape[1]} inputs, more than {_MOST_INPUTS}"
+    return "" if bool(weight.isfinite().all()) else "weights of the head that are not finite"
 
 
 def rounding_share(inputs: int) -> float:
@@ -78,12 +81,10 @@ def write_screen(writer: GraphWriter, weight: Tensor) -> None:
     """
     outputs, inputs = weight.shape
     levels, steps, errors = _whole_numbers(weight)
-    factor = np.floor(_TOP / ((errors / steps).max() * (1.0 + 1e-9)))
-    assert factor >= 1, "errors of whole weights are larger than the weights"
-    bound = np.ceil(factor * errors / steps * (1.0 + 1e-9)).astype(np.int8)
+    factor, bound = _bounds(errors / steps)
     table = np.concatenate([levels, bound[:, None]], axis=1)  # [V, H + 1]
     rows = writer.input("rows", ("rows", inputs))
-    halves, unit = _halves(writer, rows, inputs, float(factor))
+    halves, unit = _halves(writer, rows, inputs, factor)
     product = writer.op(
         "MatMulIntegerToFloat",
         halves,
@@ -100,6 +101,15 @@ def write_screen(writer: GraphWriter, weight: Tensor) -> None:
     writer.output(bounds, "bounds", ("rows", count))
     writer.output(tokens, "tokens", ("rows", count), "INT64")
     writer.output(unit, "unit", ("rows", 1))
+
+
+def _bounds(errors: NDArray[np.float64]) -> tuple[float, NDArray[np.int8]]:
+    """F, and the weight e of every token from its error in steps.  # [V] -> [V]"""
+    factor = np.floor(_TOP / (errors.max() * (1.0 + 1e-9)))
+    assert factor >= 1, "errors of whole weights are larger than the weights"
+    bound = np.ceil(factor * errors * (1.0 + 1e-9))
+    # Rounding can take the largest just above 127, by less than the 1e-9 in it.
+    return float(factor), np.minimum(bound, _TOP).astype(np.int8)
 
 
 def _halves(writer: GraphWriter, rows: str, inputs: int, factor: float) -> tuple[str, str]:

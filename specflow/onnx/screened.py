@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from specflow.onnx.screen import rounding_share
+from specflow.onnx.graphs import GraphSet, Precision
+from specflow.onnx.screen import rounding_share, write_screen
+from specflow.onnx.session import OnnxSession, Place
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from specflow.onnx.session import OnnxSession
+__all__ = ["SATURATES", "ScreenedHead", "screens_hold"]
 
-__all__ = ["ScreenedHead"]
+SATURATES = "sums of products of bytes saturate on this CPU"
+"""What `ScreenedHead.holds` finds where it is false."""
 
 _LEAST_UNIT, _MOST_UNIT = 1e-20, 1e20
 """Between them neither the full head's products vanish beside the bound nor its sums overflow."""
@@ -25,6 +30,22 @@ _VANISHING = 1e-40
 """More than what products too small for float32 come to."""
 _PROBED_ROWS = 8
 _PROBED_PAIRS = 64
+_SAMPLE = (2048, 64)
+"""Outputs and inputs of a made-up head that tells what a CPU does."""
+
+
+def screens_hold() -> bool:
+    """Whether screens of heads hold on this CPU, from one of a small head.
+
+    Raises:
+        MissingExtra: ONNX Runtime is not installed.
+    """
+    weight = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0))
+    with TemporaryDirectory() as folder, torch.inference_mode():
+        with GraphSet(Path(folder), Precision.named("float32")) as graphs, graphs.graph("screen") as writer:
+            write_screen(writer, weight)
+        session = OnnxSession(Path(folder) / "screen.onnx", Place(torch.device("cpu"), 1))
+        return ScreenedHead(session, weight, lambda rows: rows @ weight.T).holds()
 
 
 class ScreenedHead:

@@ -34,11 +34,19 @@ class TargetInfo:
     exactness: Exactness  # "bit-exact": a row of a chain pass has the same bits for any number of rows
     shape: BlockShape  # of its decoder blocks; drafters made for the target start from it
     picks: bool = False  # whether it is a `PickingTarget` here
+    unpicked: str = ""  # why it is none, where others of its runtime are
 
     @property
     def in_torch(self) -> bool:
         """Whether torch computes it; ONNX graphs are computed by others."""
         return self.runtime not in ("onnx", "openvino")
+
+    @property
+    def greedy_head(self) -> str:
+        """What of the head greedy steps read, in a few words."""
+        if self.picks:
+            return "screened"
+        return f"whole: {self.unpicked}" if self.unpicked else "whole"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from specflow.onnx.above import feeds_above
 from specflow.onnx.decoder import DecoderPart, head_weight, write_decoder, write_head
 from specflow.onnx.graphs import GraphSet, Precision
 from specflow.onnx.openvino import OpenVinoSession
-from specflow.onnx.screen import screen_fits, write_screen
-from specflow.onnx.screened import ScreenedHead
+from specflow.onnx.screen import screen_refusal, write_screen
+from specflow.onnx.screened import SATURATES, ScreenedHead
 from specflow.onnx.session import OnnxSession, Place
 from specflow.target.architecture import Architecture, info_of
 from specflow.target.base import Cache, TargetOptions
@@ -38,6 +38,7 @@ __all__ = ["ONNX_RUNTIME", "OPENVINO", "GraphPart", "GraphRuntime", "ModelGraphs
 _NOTHING = Skip()
 _MOST_PARTS = 3
 """Parts of the model that are open at once beside the whole: each holds its weights again."""
+_TIES = "rows that change their bits with their number"
 
 GraphPart = DecoderPart | Literal["head", "screen"]
 """What of a model a graph computes."""
@@ -130,8 +131,9 @@ class OnnxTarget:
         self._embedding: Tensor | None = None
         self._norm: RMSNorm | None = None
         self._screened: ScreenedHead | None = None
-        self._divided = graphs.screens and options.row_invariant is not False and _screens(graphs, options)
-        self.info = info_of(arch, options, graphs.runtime.name)
+        unpicked = _screen_refusal(graphs, options) if graphs.screens else ""
+        self._divided = graphs.screens and not unpicked
+        self.info = replace(info_of(arch, options, graphs.runtime.name), unpicked=unpicked)
         if options.row_invariant is not False and passes_agree(self):
             self.info = replace(self.info, exactness="bit-exact")
         elif options.row_invariant:
@@ -140,9 +142,11 @@ class OnnxTarget:
                 f"passes of {options.weights} in {graphs.runtime.title} change their bits with the number of rows",
                 "a runtime and dtype where they do not, or row_invariant: auto",
             )
-        if self._divided and self.info.exactness == "bit-exact":
-            self._screened = self._open_screen()
-            self.info = replace(self.info, picks=self._screened is not None)
+        if self._divided:
+            exact = self.info.exactness == "bit-exact"
+            self._screened = self._open_screen() if exact else None
+            unpicked = "" if self._screened is not None else SATURATES if exact else _TIES
+            self.info = replace(self.info, picks=self._screened is not None, unpicked=unpicked)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         shape, like = self.architecture.shape, torch.empty(0, dtype=self.info.dtype, device=self.info.device)
@@ -243,10 +247,15 @@ class OnnxTarget:
         return self._sessions[key]
 
 
-def _screens(graphs: ModelGraphs, options: TargetOptions) -> bool:
-    """Whether a screen of the head may pay: of a large one, in float32, on a CPU."""
-    float32 = options.weights == "float32" and options.device.type == "cpu"
-    return float32 and screen_fits(head_weight(graphs.config, graphs.tensors))
+def _screen_refusal(graphs: ModelGraphs, options: TargetOptions) -> str:
+    """Why a screen of the head would not pay; empty where it may: of a large one, in float32, on a CPU."""
+    if options.weights != "float32":
+        return f"{options.weights} weights"
+    if options.device.type != "cpu":
+        return f"device {options.device.type}"
+    if options.row_invariant is False:
+        return "row_invariant: false"
+    return screen_refusal(head_weight(graphs.config, graphs.tensors))
 
 
 def _within(skip: Skip, first: int, end: int) -> Skip:

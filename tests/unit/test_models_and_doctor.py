@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from specflow.cli import doctor as doctor_module
 from specflow.cli import models as models_module
 from specflow.errors import ModelError
+from specflow.onnx import screened
 from specflow.target import hub
 from specflow.target.store import CATALOGUE
 from specflow.target.wheel import WheelModel
@@ -78,6 +79,7 @@ def test_doctor_reports_as_json_and_fails_where_something_is_missing(
     assert report["devices"][-1]["device"] == "cpu"
     assert set(report["packed_linears"]["row_invariant"]) == {"float32", "bfloat16", "float16"}
     assert report["cache"]["not_cached"] == list(CATALOGUE)
+    assert report["greedy_head"].partition(":")[0] in ("screened", "whole")
     monkeypatch.setattr(doctor_module, "_PACKAGES", ("torch", "absent-package"))
     broken = CliRunner().invoke(app, [])
     assert broken.exit_code == 1
@@ -101,6 +103,19 @@ def test_doctor_says_what_onnxruntime_would_run_on(model_cache: Path, monkeypatc
     assert doctor_module._onnx_rows(report)[-1] == ("onnx on cuda", "CUDA then CPU")
 
 
+def test_doctor_says_why_greedy_steps_read_the_whole_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screened, "screens_hold", lambda: True)
+    assert doctor_module._greedy_head() == "screened"
+    monkeypatch.setattr(screened, "screens_hold", lambda: False)
+    assert doctor_module._greedy_head() == f"whole: {screened.SATURATES}"
+
+    def fail() -> bool:
+        raise ModelError("screen.onnx", "no operators")
+
+    monkeypatch.setattr(screened, "screens_hold", fail)
+    assert doctor_module._greedy_head() == "whole: no operators"
+
+
 def test_doctor_names_an_onnxruntime_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert doctor_module._onnxruntime()["problem"].startswith("onnxruntime is not usable")
@@ -119,6 +134,7 @@ def test_doctor_fits_a_terminal_and_lets_onnxruntime_write_nothing(tmp_path: Pat
         env={**env, "HOME": str(home), "COLUMNS": "80"}, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert "onnx on cpu" in result.stdout
+    assert "onnx greedy head" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert [path for path in home.rglob("*") if "onnxruntime" in str(path)] == []
 

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specflow.onnx import screen
+from specflow.onnx import screen, screened
 from specflow.onnx.decoder import write_head
 from specflow.onnx.graphs import GraphSet, Precision
-from specflow.onnx.screen import MOST_CANDIDATES, screen_fits, write_screen
-from specflow.onnx.screened import ScreenedHead
+from specflow.onnx.screen import MOST_CANDIDATES, screen_refusal, write_screen
+from specflow.onnx.screened import ScreenedHead, screens_hold
 from specflow.onnx.session import OnnxSession, Place
 
 PLACE = Place(torch.device("cpu"), 1)
@@ -201,6 +201,25 @@ def test_it_knows_where_its_bounds_do_not_hold(tmp_path: Path, weight: Tensor) -
     assert [ScreenedHead(session, weight, full).holds() for session in emulated] == [True, False]
 
 
+def test_it_is_said_of_a_cpu_whether_bounds_hold_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert screens_hold()
+    monkeypatch.setattr(screened, "OnnxSession", lambda path, place: Emulated(path, saturates=True))
+    assert not screens_hold()
+
+
+@pytest.mark.parametrize("ulps", range(-3, 1))
+@pytest.mark.parametrize("factor", [1, 2, 3, 50, 198, 199])
+def test_the_largest_bound_stays_within_a_byte(factor: int, ulps: int) -> None:
+    """Of errors that fill it to the last bit; the product of some is rounded to above 127."""
+    largest = 127 / (factor * (1 + 1e-9))
+    for _ in range(-ulps):
+        largest = np.nextafter(largest, 0.0)
+    errors = np.array([0.0, largest / 3, largest])
+    found, bounds = screen._bounds(errors)
+    assert found == factor
+    assert (found * errors <= bounds).all()
+
+
 def test_a_head_of_one_entry_can_be_probed(tmp_path: Path) -> None:
     assert heads(tmp_path, torch.randn(100, 1, generator=generator(0)))[0].holds()
 
@@ -216,8 +235,8 @@ def test_the_graph_is_valid_and_the_same_every_time(tmp_path: Path) -> None:
 
 
 def test_only_large_and_finite_heads_have_one() -> None:
-    assert screen_fits(torch.zeros(49152, 576))
-    assert not screen_fits(torch.zeros(512, 576))
-    assert not screen_fits(torch.zeros(MOST_CANDIDATES, 2**18))
-    assert not screen_fits(torch.zeros(300, 2**15))
-    assert not screen_fits(torch.full((49152, 576), torch.inf))
+    assert screen_refusal(torch.zeros(49152, 576)) == ""
+    assert "512 x 576" in screen_refusal(torch.zeros(512, 576))
+    assert screen_refusal(torch.zeros(MOST_CANDIDATES, 2**18))
+    assert "32768 inputs" in screen_refusal(torch.zeros(300, 2**15))
+    assert "not finite" in screen_refusal(torch.full((49152, 576), torch.inf))

@@ -60,7 +60,7 @@ class Watched:
 def target_of(divided: bool) -> OnnxTarget:
     """The tiny model; heads of its size have no screen unless they are told to."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnx, "screen_fits", lambda weight: divided)
+        patch.setattr(onnx, "screen_refusal", lambda weight: "" if divided else "small")
         return make_onnx(tiny_model())
 
 
@@ -90,7 +90,9 @@ def plain_texts() -> list[tuple[int, ...]]:
 
 def test_only_the_divided_target_picks() -> None:
     assert target_of(True).info.picks
+    assert target_of(True).info.greedy_head == "screened"
     assert not target_of(False).info.picks
+    assert target_of(False).info.greedy_head == "whole: small"
 
 
 def test_logits_are_those_of_the_whole_graph_bit_for_bit() -> None:
@@ -145,13 +147,13 @@ def test_without_the_bound_texts_differ(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad():
         half = VOCAB // 2
         model.lm_head.weight[half : 2 * half] = model.lm_head.weight[:half] * 1.001
-    monkeypatch.setattr(onnx, "screen_fits", lambda weight: True)
+    monkeypatch.setattr(onnx, "screen_refusal", lambda weight: "")
     monkeypatch.setattr(ScreenedHead, "holds", lambda head: True)
     whole = make_onnx(model)
     sizes = screen._errors
     monkeypatch.setattr(screen, "_errors", lambda *parts: 0 * sizes(*parts) + 1e-20)
     unbound = make_onnx(model)
-    monkeypatch.setattr(onnx, "screen_fits", lambda weight: False)
+    monkeypatch.setattr(onnx, "screen_refusal", lambda weight: "small")
     expected = texts(make_onnx(model))
     assert texts(whole) == expected
     assert texts(unbound) != expected
@@ -183,6 +185,12 @@ def test_rules_decide_the_same_without_logits(rule: Rule) -> None:
     assert laws[0].probs().equal(laws[1].probs())
 
 
+def test_tokens_that_were_picked_have_no_logprobs() -> None:
+    law, rows = PickedLaw(torch.tensor([[3, 5]]), VOCAB), torch.tensor([[0, 1]])
+    with pytest.raises(AssertionError, match="log-probabilities"):
+        law.logprob(rows, rows)
+
+
 def test_the_sampler_says_when_the_likeliest_tokens_will_do() -> None:
     sampler = BatchSampler(VOCAB, (2,), CPU)
     sampler.reset(2)
@@ -203,28 +211,34 @@ def test_a_tree_is_picked_for_row_by_row() -> None:
     assert outputs[1].picked.equal(outputs[0].logits.argmax(-1))
 
 
-@pytest.mark.parametrize("kind", ["float16", "variant", "openvino"])
+@pytest.mark.parametrize("kind", ["float16", "variant", "inexact", "openvino"])
 def test_where_bits_are_not_promised_the_head_stays_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx, "screen_fits", lambda weight: True)
+    monkeypatch.setattr(onnx, "screen_refusal", lambda weight: "")
     if kind == "openvino":
-        assert not make_onnx(tiny_model(), runtime=OPENVINO).info.picks
+        info, head = make_onnx(tiny_model(), runtime=OPENVINO).info, "whole"
     elif kind == "float16":
-        assert not make_onnx(tiny_model(), torch.float16).info.picks
+        info, head = make_onnx(tiny_model(), torch.float16).info, "whole: float16 weights"
+    elif kind == "variant":
+        info, head = make_onnx(tiny_model(), row_invariant=False).info, "whole: row_invariant: false"
     else:
-        assert not make_onnx(tiny_model(), row_invariant=False).info.picks
+        monkeypatch.setattr(onnx, "passes_agree", lambda target: False)
+        info, head = make_onnx(tiny_model()).info, "whole: rows that change their bits with their number"
+    assert not info.picks
+    assert info.greedy_head == head
 
 
 def test_a_processor_whose_products_saturate_has_the_full_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx, "screen_fits", lambda weight: True)
+    monkeypatch.setattr(onnx, "screen_refusal", lambda weight: "")
     monkeypatch.setattr(ScreenedHead, "holds", lambda head: False)
     target = make_onnx(tiny_model())
     assert not target.info.picks
+    assert "saturate" in target.info.greedy_head
     assert texts(target) == plain_texts()
 
 
 def test_graphs_that_are_one_file_are_never_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a draft model."""
-    monkeypatch.setattr(onnx, "screen_fits", lambda weight: True)
+    monkeypatch.setattr(onnx, "screen_refusal", lambda weight: "")
     model, asked = tiny_model(), set()
     whole = target_of(False)._graphs
     options = TargetOptions("tiny", torch.float32, CPU, (2,))
