@@ -120,10 +120,9 @@ def _native(stored: Stored, config: Keys) -> Layout:
         source = method = "skipped_layers"
     elif stored.under("mtp."):
         source = method = "mtp"
-    elif stored.under("markov_head.") and "hidden_norm.weight" in names:
-        source = method = "dspark"
     elif "hidden_norm.weight" in names:
-        source = method = "dflash"
+        corrected = stored.under("markov_head.") and config.values.get("layout") != "fill_in"
+        source = method = "dspark" if corrected else "dflash"
     elif "fc.weight" in names:
         source, method = "eagle", "eagle3" if stored.under("midlayer.") else "eagle2"
     elif stored.under("0."):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from specflow.checkpoint.layout import read
 from specflow.checkpoint.native import checked_options
@@ -16,7 +16,6 @@ from specflow.checkpoint.write_mtp import refuse_official_mtp, write_speculators
 from specflow.checkpoint.write_parts import Scene, Written
 from specflow.errors import CheckpointError, DataError
 from specflow.files import claim_directory, replacing, write_json_atomic
-from specflow.target.load import read_json
 
 if TYPE_CHECKING:
     from specflow.checkpoint.write_target import Verifier
@@ -47,30 +46,13 @@ def open_drafter(path: Path | str) -> StoredDrafter:
         CheckpointError: It cannot be read, or is no drafter that is known.
     """
     found = read(path)
-    source, options = found.source, found.options
-    if found.layout.is_native:
-        file = found.layout.path / "config.json"
-        options = read_json(file) if file.is_file() else {}
-        source = _native_source(found.tensors, options) or _refuse_unknown(path, found.tensors)
-    return StoredDrafter(source, checked_options(source, options, path), found.tensors, str(path))
-
-
-def _native_source(names: Iterable[str], options: Mapping[str, Any]) -> str | None:
-    """The source whose tensors these are; our config.json leaves its name to the recipe."""
-    found = set(names)
-    if any(name.startswith("mtp.") for name in found):
-        return "mtp"
-    if "hidden_norm.weight" in found:
-        corrected = "markov_head.markov_w1.weight" in found and options.get("layout") != "fill_in"
-        return "dspark" if corrected else "dflash"
-    if "fc.weight" in found:
-        return "eagle"
-    return "medusa" if any(name.startswith("0.0.") for name in found) else None
-
-
-def _refuse_unknown(path: Path | str, names: Iterable[str]) -> str:
-    some = ", ".join(sorted(names)[:3]) or "no tensors"
-    raise CheckpointError(str(path), f"{some}, ...: no drafter that is known", "Medusa, MTP, EAGLE, DFlash or DSpark")
+    if found.source not in {source for source, _ in _WRITERS}:
+        some = ", ".join(sorted(found.tensors)[:3]) or "no tensors"
+        raise CheckpointError(
+            str(path), f"{some}, ...: no drafter that is known", "Medusa, MTP, EAGLE, DFlash or DSpark"
+        )
+    options = checked_options(found.source, found.options, path)
+    return StoredDrafter(found.source, options, found.tensors, str(path))
 
 
 def lay_out(stored: StoredDrafter, layout: OutgoingLayout, verifier: Verifier | None = None) -> Written:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,18 +32,6 @@ class JudgedChains:
     accept: Tensor  # [n, K] float64; alpha, 0 where not known
     agree: Tensor  # [n, K] bool; the draft's arg-max is the target's
     known: Tensor  # [n, K] bool
-    odds: Tensor | None = None  # [n, K] log-odds of the confidence head
-
-    def calibration_pairs(self) -> tuple[Tensor, Tensor]:
-        """Log-odds and expected survival of each prefix, for `calibration.fit_temperatures`; NaN where not known.
-
-        Returns:
-            # [n, K] float64 twice
-        """
-        assert self.odds is not None, "calibration is asked of a drafter with a confidence head"
-        reached = self.known.cumprod(1).bool()
-        survival = self.accept.cumprod(1)
-        return self.odds.double().masked_fill(~reached, nan), survival.masked_fill(~reached, nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +73,7 @@ def judge(slots: Sequence[Slot], law: TargetLaw) -> JudgedChains:
                 top = q.argmax(-1)
                 agree[chains, k] = (top if law.ids is None else law.ids[top]) == best[rows]
                 accept[chains, k] = torch.minimum(drafted[rows], q, out=q).sum(-1, dtype=torch.float64)
-    odds = [slot.confidence for slot in slots if slot.confidence is not None]
-    return JudgedChains(accept, agree, known, torch.stack(odds, 1) if odds else None)
+    return JudgedChains(accept, agree, known)
 
 
 class Acceptance:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from math import isnan, nan
+from math import isnan
 
 import pytest
 import torch
 from torch import Tensor
 
-from specflow.calibration import fit_temperatures
 from specflow.law import DraftVocabulary
 from specflow.train import acceptance
 from specflow.train.acceptance import Acceptance, JudgedChains, judge
@@ -139,22 +138,6 @@ def test_nothing_known_is_no_figure() -> None:
     report = total.report()
     assert report.counts == (0, 0)
     assert all(isnan(each) for each in (*report.accept_rate, *report.survival, report.length))
-
-
-def test_calibration_pairs() -> None:
-    known = torch.tensor([[True, True, True], [True, False, True]])
-    accept = torch.tensor([[0.5, 0.5, 0.5], [0.25, 0.0, 1.0]], dtype=torch.float64)
-    odds, survival = JudgedChains(accept, known, known, torch.ones(2, 3)).calibration_pairs()
-    expected = torch.tensor([[0.5, 0.25, 0.125], [0.25, nan, nan]], dtype=torch.float64)
-    assert torch.equal(survival.nan_to_num(-1.0), expected.nan_to_num(-1.0))
-    assert torch.equal(odds.isnan(), survival.isnan())
-
-
-def test_pairs_lead_to_the_temperature_they_were_heated_by() -> None:
-    made = torch.Generator().manual_seed(4)
-    true = torch.randn(4000, 1, generator=made, dtype=torch.float64)
-    judged = JudgedChains(true.sigmoid(), true > 0, torch.ones(4000, 1, dtype=torch.bool), true * 2.0)
-    assert fit_temperatures(*judged.calibration_pairs())[0] == pytest.approx(2.0, rel=0.05)
 
 
 def _all(count: int) -> Tensor:
