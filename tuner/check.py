@@ -65,7 +65,7 @@ def changed_files(result: TuneResult) -> list[str]:
     for name, digest in result.workload.files.items():
         path = Path(name)
         if not path.is_file():
-            found.append(f"{name}: not there")
+            found.append(f"{name}: not there" if path.is_absolute() else f"{name}: not in {Path.cwd()}")
         elif file_sha256(path) != digest:
             found.append(f"{name}: its content has changed")
     return found

@@ -21,24 +21,32 @@ FADED = 0.6
 """Draft tokens a round at long contexts, as a share of those at short ones, below which it is called a decay."""
 RARELY = 0.05
 """A drafter that drafts in fewer of the rounds hardly fires."""
+FEWEST_DRAFTS = 50  # first draft tokens, before they are compared with what was recorded
+FALLEN = 0.6
+"""First draft tokens that stand, as a share of what was recorded, below which that is said."""
 POOR = 1.15
 """Acceptance length below which the drafter is hardly ever right."""
 
 
-def acceptance_of(candidate: Candidate, counts: Counts) -> Acceptance:
-    """Acceptance of one contestant, with hints."""
+def acceptance_of(candidate: Candidate, counts: Counts, recorded: float | None) -> Acceptance:
+    """Acceptance of one contestant, with hints; `recorded` as in `hints_on`."""
     return Acceptance(
         choice=Choice.of(candidate),
         positions=[Position(**asdict(rate)) for rate in acceptance_by_position(counts)],
         contexts=[ContextLength(**asdict(rate)) for rate in acceptance_by_context(counts)],
         drafting_rounds=counts.num_spec_steps,
         rounds=counts.num_rounds,
-        hints=hints_on(counts),
+        hints=hints_on(counts, recorded),
     )
 
 
-def hints_on(counts: Counts) -> list[str]:
-    """Suspicious shapes, in words."""
+def hints_on(counts: Counts, recorded: float | None = None) -> list[str]:
+    """Suspicious shapes, in words.
+
+    Args:
+        counts: Of all rounds.
+        recorded: How often the first draft token agreed when the drafter was made; None: unknown.
+    """
     if not counts.num_rounds:
         return []
     fired = counts.num_spec_steps / counts.num_rounds
@@ -63,7 +71,20 @@ def hints_on(counts: Counts) -> list[str]:
             f"acceptance length {length:.2f}: hardly a token is accepted. Check that the drafter was trained for this "
             "very target, its quantisation and chat template"
         )
-    return found + _decay(acceptance_by_context(counts))
+    return found + _below(counts, recorded) + _decay(acceptance_by_context(counts))
+
+
+def _below(counts: Counts, recorded: float | None) -> list[str]:
+    first = acceptance_by_position(counts)[0]
+    if recorded is None or first.conditional is None or first.reached < FEWEST_DRAFTS:
+        return []
+    if first.conditional >= FALLEN * recorded:
+        return []
+    return [
+        f"{first.conditional:.0%} of first draft tokens stand, where the self-test kept beside the weights has "
+        f"{recorded:.0%}. Texts unlike those it was trained on do that, and so do weights that are read wrongly or "
+        "made for another target: specflow selftest tells"
+    ]
 
 
 def _decay(contexts: Sequence[ContextRate]) -> list[str]:

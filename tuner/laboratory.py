@@ -22,7 +22,7 @@ from specflow.recipe_sections import TuneRange
 from tuner.confirm import Group, Runner
 from tuner.engines import EngineRunner
 from tuner.interval import FEWEST_PROMPTS
-from tuner.preflight import Conditions, free_memory, memory_need, placed, preflight, warnings_of
+from tuner.preflight import Conditions, free_memory, memory_need, placed, preflight, recorded_agreement, warnings_of
 from tuner.profile import Profiled, measured_twice, with_target
 from tuner.replay_scorer import ReplayScorer
 from tuner.result import Refused
@@ -108,6 +108,10 @@ class Laboratory:
     def placed(self, recipe: Recipe) -> str:
         """Where a recipe's drafters compute, and in what."""
         return placed(recipe, self._loaded.target.info)
+
+    def recorded(self, recipe: Recipe) -> float | None:
+        """How often its first draft token agreed when the drafter was made, if that is known."""
+        return recorded_agreement(recipe)
 
     def profile(self, recipe: Recipe, target: CostModel | None, advance: Advance) -> Profiled:
         """The cost model of a recipe: kept from before where the fingerprint matches, else measured and kept.

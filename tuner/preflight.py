@@ -29,6 +29,7 @@ __all__ = [
     "missing_weights",
     "placed",
     "preflight",
+    "recorded_agreement",
     "warnings_of",
 ]
 
@@ -206,6 +207,22 @@ def _placed(part: SourceSection, info: TargetInfo) -> str:
     runtime = getattr(part, "runtime", "auto")
     said = f"{name} on {device} in {info.weights if dtype == 'auto' else dtype}"
     return f"{said}, {info.runtime if runtime == 'auto' else runtime} runtime"
+
+
+def recorded_agreement(recipe: Recipe) -> float | None:
+    """How often the first draft token was the target's own when the drafter was made, as the file beside it says.
+
+    None where nobody kept it, or where several drafters take turns.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    from specflow.train.reference import Reference
+
+    parts = recipe.draft.parts if recipe.draft is not None else ()
+    folder = _folder(parts[0]) if len(parts) == 1 else None
+    found = Reference.read(folder) if folder is not None else None
+    return None if found is None else found.agreement
 
 
 def expected_experts(total: int, active: int, tokens: int) -> float:

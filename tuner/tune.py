@@ -23,7 +23,7 @@ from tuner.findings import break_evens, category_answers, confirmed_of, divergen
 from tuner.hints import acceptance_of
 from tuner.interval import FEWEST_PROMPTS
 from tuner.lab import Advance, Lab
-from tuner.result import Answer, Choice, Predicted, Refused, TuneResult, Workload
+from tuner.result import Acceptance, Answer, Choice, Predicted, Refused, TuneResult, Workload
 from tuner.schedule import Best, make_schedule
 from tuner.scoring import Score, Scorer, check_objectives, hopeless
 from tuner.shared_costs import SharedCosts
@@ -284,6 +284,7 @@ class Tuning:
             for each in self.plan.concurrency
         }
         judged = (first, self.lab.context), aims.hurdle
+        acceptance = [self._acceptance(each, race) for each in race.runs if each != self.nobody]
         if len(race.groups) < FEWEST_PROMPTS:
             self.warnings.append(f"{len(race.groups)} prompts are too few to say how sure a speed-up is")
         warnings = [*self.warnings, *divergences(race, str(self.lab.target.get("exactness")))]
@@ -299,7 +300,7 @@ class Tuning:
             warnings=[*warnings, *([] if race.complete else ["the budget ended the race before it was decided"])],
             predictions=list(self._predictions()),
             confirmed=[row for each in self.plan.concurrency for row in confirmed[each]],
-            acceptance=[acceptance_of(each, race.counts(each)) for each in race.runs if each != self.nobody],
+            acceptance=acceptance,
             break_even=break_evens(self.costs, scores, confirmed[first], self.plain_scores.get(first), judged),
             importance=importances(scores, self.plan.objectives[0]),
             schedule=make_schedule(self._best()) if len(self.plan.concurrency) > 1 else [],
@@ -312,6 +313,14 @@ class Tuning:
             costs={name: model.to_data() for name, model in self.costs.items()},
             provenance=self.lab.provenance([Path(name) for name in self.plan.workload.files]),
         )
+
+    def _acceptance(self, candidate: Candidate, race: Race) -> Acceptance:
+        recorded = None
+        try:
+            recorded = self.lab.recorded(self.space.recipes[candidate.recipe])
+        except SpecFlowError as error:
+            self.warnings.append(f"{candidate.recipe}: {error}")
+        return acceptance_of(candidate, race.counts(candidate), recorded)
 
     def _predictions(self) -> Iterator[Predicted]:
         for each in self.plan.concurrency:

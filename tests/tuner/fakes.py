@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specflow.cost import CostModel, Timing
-from specflow.errors import DataError
+from specflow.errors import CheckpointError, DataError
 from specflow.measure import Spread, context_bucket
 from specflow.recipe import Recipe, load_recipe, parse_recipe
 from specflow.types import Counts, Timings
@@ -87,6 +87,7 @@ class FakeLab:
     real: Mapping[str, float] = field(default_factory=dict)  # recipe -> chance in real runs, where it differs
     by_category: Mapping[str, float] = field(default_factory=dict)
     fades: Mapping[str, float] = field(default_factory=dict)  # recipe -> chance in the long half of the prompts
+    agreed: Mapping[str, float] = field(default_factory=dict)  # recipe -> what a self-test had
     stalls: Mapping[str, float] = field(default_factory=dict)  # recipe -> times longer that its slowest requests take
 
     def __post_init__(self) -> None:
@@ -159,6 +160,11 @@ class FakeLab:
 
     def placed(self, recipe: Recipe) -> str:
         return "on paper"
+
+    def recorded(self, recipe: Recipe) -> float | None:
+        if self.broken.get(recipe.name) == "recorded":
+            raise CheckpointError("selftest.json", "cannot be read", "a self-test's figures")
+        return self.agreed.get(recipe.name)
 
     def with_costs(self, recipe: Recipe, model: CostModel) -> Recipe:
         return recipe

@@ -63,6 +63,10 @@ def test_prompts_have_to_be_the_same(baseline: TuneResult, tmp_path: Path) -> No
     work = baseline.workload.model_copy(update={"files": files})
     found = changed_files(baseline.model_copy(update={"workload": work}))
     assert found == [f"{tmp_path / 'gone.jsonl'}: not there"]
+    elsewhere = baseline.workload.model_copy(update={"files": {"data/gone.jsonl": "0"}})
+    assert changed_files(baseline.model_copy(update={"workload": elsewhere})) == [
+        f"data/gone.jsonl: not in {Path.cwd()}"
+    ]
     file.write_text("{ }", encoding="utf-8")
     assert len(changed_files(baseline.model_copy(update={"workload": work}))) == 2
 

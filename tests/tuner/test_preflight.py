@@ -11,6 +11,7 @@ import torch
 
 from specflow.errors import CheckpointError
 from specflow.recipe import Recipe, load_recipe, parse_recipe
+from specflow.train.reference import Reference
 from specflow.types import BlockShape
 from tuner.preflight import (
     Conditions,
@@ -20,6 +21,7 @@ from tuner.preflight import (
     missing_weights,
     placed,
     preflight,
+    recorded_agreement,
     warnings_of,
 )
 
@@ -108,6 +110,19 @@ def test_warnings_name_what_slows_drafts_down(tmp_path: Path) -> None:
     assert "mixture of experts" in found[0]
     assert "blocks of 16" in found[1]
     assert "on cpu" in found[2]
+
+
+def test_what_a_drafter_agreed_in_is_read_beside_its_weights(tmp_path: Path) -> None:
+    recipe = with_weights(tmp_path / "w")
+    assert recorded_agreement(recipe) is None
+    Reference("0", 200, 198, 0.46).write(tmp_path / "w")
+    assert recorded_agreement(recipe) == 0.46
+    part = {"method": "eagle", "weights": str(tmp_path / "w")}
+    both = {"name": "b", "draft": {"k": 4, "first_of": [{"method": "suffix"}, part]}}
+    assert recorded_agreement(parse_recipe(both)) is None
+    (tmp_path / "w" / "selftest.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"selftest\.json"):
+        recorded_agreement(recipe)
 
 
 def test_free_memory_is_asked_of_the_system() -> None:

@@ -171,6 +171,12 @@ class TestHints:
     def test_a_drafter_that_is_never_right_is_named(self) -> None:
         assert "hardly a token" in hints_on(counts([3, 1]))[0]
 
+    def test_far_less_than_was_recorded_is_named(self) -> None:
+        assert hints_on(counts([30, 15]), 0.5) == []
+        assert "29% of first draft tokens stand" in hints_on(counts([29, 15]), 0.5)[0]
+        assert hints_on(counts([29, 15]), None) == []
+        assert hints_on(counts([9, 5], rounds=40, drafting=40), 0.5) == []
+
     def test_a_decay_with_the_context_is_named(self) -> None:
         found = hints_on(counts([80, 60], rounds_by_context=[50, 50], accepted_by_context=[130, 10]))
         assert any("fades with the context: 3.60 below 512 tokens, 1.20 from 512 on" in hint for hint in found)

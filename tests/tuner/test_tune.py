@@ -161,13 +161,27 @@ def test_loads_have_answers_of_their_own_and_a_schedule(tmp_path: Path) -> None:
     assert {each.concurrency for each in found.confirmed} == {1, 16}
 
 
+def test_a_drafter_that_accepts_far_less_than_was_recorded_is_told(tmp_path: Path) -> None:
+    lab = FakeLab({"good": 0.5}, agreed={"good": 0.9})
+    (told,) = {hint for each in tuned(tmp_path, lab, "good").acceptance for hint in each.hints}
+    assert "50% of first draft tokens stand" in told
+    assert "90%" in told
+
+
+def test_a_damaged_record_beside_the_weights_costs_a_warning(tmp_path: Path) -> None:
+    found = tuned(tmp_path, FakeLab({"good": 0.9}, broken={"good": "recorded"}), "good")
+    assert any(each.startswith("good: selftest.json: cannot be read") for each in found.warnings)
+    assert found.answer.choice.recipe == "good"
+
+
 def test_classes_of_requests_have_answers_of_their_own_where_they_differ(tmp_path: Path) -> None:
     lab = FakeLab({"good": 0.9}, by_category={"chat": 0.0})
     found = tuned(tmp_path, lab, "good")
     answers = {each.category: each for each in found.categories}
     assert answers["code"].choice.recipe == "good"
     assert answers["chat"].choice.recipe == "vanilla"
-    assert answers["chat"].differs != answers["code"].differs or found.answer.choice.recipe == "good"
+    for each in found.categories:
+        assert each.differs == (each.choice.recipe != found.answer.choice.recipe)
 
 
 @pytest.mark.parametrize(("objective", "winner"), [("throughput", "bursty"), ("latency", "steady")])
