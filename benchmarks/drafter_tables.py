@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+
+from specflow.cost import CostModel
 
 __all__ = ["publish"]
 
@@ -28,6 +32,13 @@ Every folder holds the weights in float16, config.json, recipe.yaml, training.js
 and curve.svg.
 
 This page is written by `make bench-drafters` from docs/figures/drafters and the folders' own files.
+"""
+
+
+_ACCEPTED = """## What they accept
+
+Over all sets, float32, chains of k. Length is 1 + accepted draft tokens a round; the draft pass makes k of them. Speed
+is in that of plain decoding: these lengths at the measured costs of drafts and passes, greedy, one request.
 """
 
 
@@ -90,6 +101,18 @@ class Drafter:
         plain = next(each for each in found["target"] if each["rows"] == 1 and each["batch"] == 1)
         return max(drafts, key=lambda each: each["depth"])["median_s"], plain["median_s"]
 
+    def best(self) -> tuple[float, int] | None:
+        """Plain decoding's speed that greedy rounds come to, by these lengths and costs, and the k that is best."""
+        if "cost" not in self.found:
+            return None
+        costs, lengths = CostModel.from_data(self.found["cost"]["seconds"]), self.lengths()
+        context = costs.target[0].context
+        return max((length / costs.plain_steps(k, 1, context), k) for k, length in enumerate(lengths, 1))
+
+    def lengths(self) -> list[float]:
+        """Greedy acceptance length within 1, 2, ... draft tokens."""
+        return list(accumulate(accumulate(self.conditional("greedy"), mul), initial=1.0))[1:]
+
     def numbers(self) -> int:
         """Weights in its file."""
         with safe_open(self._path / "model.safetensors", "pt") as file:
@@ -139,10 +162,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def accepted_table(drafters: Sequence[Drafter]) -> list[str]:
     """What every drafter accepts, over all sets."""
     head = ["drafter", "k", "accepted at 1, 2, ... (greedy)", "length, greedy", "T 0.7 block", "T 0.7 rejection"]
-    head += ["draft / plain pass", "MB"]
+    head += ["draft / plain pass", "speed at best k", "MB"]
     rows = []
     for each in drafters:
-        rates, cost = each.conditional("greedy"), each.cost()
+        rates, cost, best = each.conditional("greedy"), each.cost(), each.best()
         rows.append(
             [
                 each.name,
@@ -150,6 +173,7 @@ def accepted_table(drafters: Sequence[Drafter]) -> list[str]:
                 " ".join(_number(rate) for rate in rates[:5]) or "-",
                 *(_number(each.length(setting)) for setting in SETTINGS),
                 "-" if cost is None else f"{cost[0] * 1e3:.1f} / {cost[1] * 1e3:.1f} ms",
+                "-" if best is None else f"{best[0]:.2f} at {best[1]}{', does not pay' * (best[0] <= 1.0)}",
                 f"{each.size():.1f}",
             ]
         )
@@ -215,16 +239,19 @@ def _origin(drafters: Sequence[Drafter]) -> Iterator[str]:
             yield f"- {each.name}: {limits}, at T 0.7 prompts of {sampled or 'none'}; {machine}, {commit}"
 
 
-def publish(drafters_dir: Path, figures: Path, readme: Path) -> None:
-    """Write drafters/README.md, and the table between the README's markers."""
-    drafters = [
-        Drafter(path.parent, figures / path.parent.name) for path in sorted(drafters_dir.glob("*/model.safetensors"))
+def shipped(drafters_dir: Path, figures: Path) -> list[Drafter]:
+    """All of a folder."""
+    return [
+        Drafter(file.parent, figures / file.parent.name) for file in sorted(drafters_dir.glob("*/model.safetensors"))
     ]
-    accepted = accepted_table(drafters)
+
+
+def page(drafters: Sequence[Drafter]) -> str:
+    """The text of drafters/README.md."""
     parts = [
         _HEAD,
-        "## What they accept\n\nOver all sets, float32, chains of k. Length is 1 + accepted draft tokens a round.\n",
-        *accepted,
+        _ACCEPTED,
+        *accepted_table(drafters),
         "\n## By set, greedy\n",
         *_by_set(drafters),
         "\n## How they were trained\n",
@@ -234,9 +261,15 @@ def publish(drafters_dir: Path, figures: Path, readme: Path) -> None:
         "\n## Where the figures come from\n",
         *_origin(drafters),
     ]
-    (drafters_dir.parent / "README.md").write_text("\n".join(parts) + "\n")
+    return "\n".join(parts) + "\n"
+
+
+def publish(drafters_dir: Path, figures: Path, readme: Path) -> None:
+    """Write drafters/README.md, and the table between the README's markers."""
+    drafters = shipped(drafters_dir, figures)
+    (drafters_dir.parent / "README.md").write_text(page(drafters))
     text = readme.read_text()
     if BEGIN in text:
         head, rest = text.split(BEGIN)
-        table = "\n".join(accepted)
+        table = "\n".join(accepted_table(drafters))
         readme.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")

@@ -19,7 +19,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,12 +32,14 @@ from origins import without_folders
 
 from specflow.bench.data import PromptRow, load_prompts
 from specflow.build import LoadedTarget, build_engine, load_target
+from specflow.errors import RecipeError
 from specflow.files import write_json_atomic, write_text_atomic
 from specflow.measure import merge_counts, metrics
 from specflow.provenance import Provenance
 from specflow.recipe import Recipe, dump_recipe, load_recipe
 from specflow.train.opening import trained_part
 from specflow.train.output import with_weights
+from specflow.train.selftest import parts_to_test
 from tuner.replay import Replayer
 from tuner.replay_types import ReplayConfig
 from tuner.trace import TracePlan, record, workload
@@ -49,8 +52,6 @@ SETTINGS = {"greedy": (0.0, "block"), "block": (0.7, "block"), "rejection": (0.7
 """Temperature and rule."""
 DRAWS = 20
 """Replays of every workload at temperature 0.7."""
-UNTESTED = ("small_model", "early_exit")
-"""Drafters that a self-test says nothing of."""
 FIXED = (8, 32)
 """Prompts and tokens of an answer that tests decode again."""
 COMMON = ["target.runtime=torch", "target.dtype=float32", "length.policy=fixed"]
@@ -67,14 +68,22 @@ def ship(run: Path, name: str) -> None:
     target = DRAFTERS / name
     target.mkdir(parents=True, exist_ok=True)
     for file in run.iterdir():
-        if file.is_file() and file.name not in ("recipe.yaml", "training.json"):
+        if file.is_file() and file.name not in ("recipe.yaml", "training.json", "log.jsonl"):
             shutil.copyfile(file, target / file.name)
+    write_text_atomic(target / "log.jsonl", "".join(_thinned((run / "log.jsonl").read_text().splitlines(True))))
     training = json.loads((run / "training.json").read_text())
     training["sessions"] = [without_folders(session) for session in training["sessions"]]
     write_json_atomic(target / "training.json", training)
     write_text_atomic(target / "recipe.yaml", _recipe_text(load_recipe(run / "recipe.yaml"), f"{DRAFTERS.name}/{name}"))
     for stale in (*(FIGURES / name).glob("*.json"), target / "selftest.json"):  # of the weights that were there before
         stale.unlink(missing_ok=True)
+
+
+def _thinned(log: Iterable[str]) -> Iterator[str]:
+    """All that was measured on held-out texts, and the losses of one line in five."""
+    for number, line in enumerate(log):
+        if number % 5 == 0 or json.loads(line).get("held_out"):
+            yield line
 
 
 def _recipe_text(recipe: Recipe, name: str) -> str:
@@ -185,9 +194,11 @@ def measure_cost(name: str) -> None:
 
 
 def record_agreement(name: str) -> None:
-    """What `specflow selftest` finds, kept beside the weights. Whole models have no conventions to mistake."""
-    if not (DRAFTERS / name / "selftest.json").exists() and name not in UNTESTED:
-        run_verb("selftest", name, "--record")
+    """What `specflow selftest` finds, kept beside the weights; whole models have no conventions to mistake."""
+    with suppress(RecipeError):
+        parts_to_test(load_recipe(f"{DRAFTERS.name}/{name}"))
+        if not (DRAFTERS / name / "selftest.json").exists():
+            run_verb("selftest", name, "--record")
 
 
 def measure_all(options: argparse.Namespace) -> None:

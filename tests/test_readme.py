@@ -31,13 +31,13 @@ def test_the_table_is_the_one_made_from_the_results_files() -> None:
     assert "| vanilla |" in shown
 
 
-def test_the_table_of_drafters_is_made_from_their_files() -> None:
-    made = benchmark("drafter_tables")
-    folders = sorted(path.parent for path in (ROOT / "drafters" / "smollm2-135m").glob("*/model.safetensors"))
-    drafters = [made.Drafter(path, ROOT / "docs" / "figures" / "drafters" / path.name) for path in folders]
+def test_the_tables_of_drafters_are_made_from_their_files() -> None:
+    made, folder = benchmark("drafter_tables"), ROOT / "drafters"
+    drafters = made.shipped(folder / "smollm2-135m", ROOT / "docs" / "figures" / "drafters")
     shown = README.split(made.BEGIN)[1].split(made.END)[0].strip()
     assert shown == "\n".join(made.accepted_table(drafters))
     assert "| eagle3 |" in shown
+    assert (folder / "README.md").read_text(encoding="utf-8") == made.page(drafters)
 
 
 def test_the_recipe_that_is_read_aloud_is_a_recipe(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from specflow.cli.demo import PROMPTS as PROMPTS_OF_SELFTEST
 from specflow.cli.selftest import _prompts
 from specflow.draft.shipped import shipped_drafters
 from specflow.engine import Engine
+from specflow.errors import RecipeError
 from specflow.measure import acceptance_length, merge_counts
 from specflow.recipe import load_recipe, trained_recipes
 from specflow.train.reference import Reference
@@ -59,7 +60,8 @@ def test_all_together_are_small_and_have_recipes() -> None:
         "mtp",
         "small_model",
     }
-    assert sum((path / "model.safetensors").stat().st_size for path in shipped_drafters().values()) <= MOST_BYTES
+    folders = shipped_drafters().values()
+    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) <= MOST_BYTES
     assert all(path.is_file() for path in trained_recipes().values())
 
 
@@ -76,10 +78,15 @@ def test_it_accepts_what_was_measured(name: str, loaded: LoadedTarget, vanilla: 
     assert expected["mean_acceptance_length"] > 1.0 + 2 * TOLERANCE, "a drafter that accepts nothing passes any test"
 
 
-@pytest.mark.parametrize("name", [each for each in NAMES if each not in ("small_model", "early_exit")])
+@pytest.mark.parametrize("name", NAMES)
 def test_its_first_tokens_agree_as_recorded(name: str, loaded: LoadedTarget) -> None:
-    section = parts_to_test(load_recipe(f"smollm2-135m/{name}", COMMON))[0]
-    prompts = _prompts(PROMPTS_OF_SELFTEST, loaded)
+    recipe, prompts = load_recipe(f"smollm2-135m/{name}", COMMON), _prompts(PROMPTS_OF_SELFTEST, loaded)
+    assert recipe.draft is not None
+    if "weights" not in type(recipe.draft).model_fields:
+        with pytest.raises(RecipeError, match="no conventions to mistake"):
+            parts_to_test(recipe)
+        return
+    section = parts_to_test(recipe)[0]
     found = run_selftest(section, loaded, greedy_texts(loaded, prompts, 200))
     now, before = Reference.of(found, prompts, 200), Reference.read(shipped_drafters()[f"smollm2-135m/{name}"])
     assert before is not None
