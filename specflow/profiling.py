@@ -180,10 +180,10 @@ class Profiler:
         except _BudgetSpent:
             if not turn:
                 raise DataError(
-                    f"--budget {budget:g}",
-                    f"{len(self._samples)} of {self._plan.num_points} points measured when it ended",
+                    f"a profile in {budget:g} s",
+                    f"{len(self._samples)} of {self._plan.num_points} points measured when they were over",
                     "time for one pass over all of them",
-                    "raise it, or measure fewer rows, contexts or batches",
+                    "raise --budget, or measure fewer rows, contexts or batches",
                 ) from None
         return self._model()
 

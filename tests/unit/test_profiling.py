@@ -172,7 +172,7 @@ def test_a_budget_ends_the_measuring_with_fewer_repeats() -> None:
 def test_a_budget_too_small_for_one_pass_is_an_error_not_a_model() -> None:
     made = parts()
     plan = make_plan(made, 0, Plan((1, 4), (10,), (1,), budget_s=7.0), stretch=False)
-    with pytest.raises(DataError, match=r"--budget 7: 1 of 3 points measured"):
+    with pytest.raises(DataError, match=r"a profile in 7 s: 1 of 3 points measured"):
         Profiler(made, plan, Sampling(), Ticks()).measure()
 
 
