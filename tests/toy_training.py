@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny import EOS, VOCAB, NumberText, tiny_engine, tiny_model
@@ -27,6 +28,9 @@ class ChattyText(NumberText):
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
         return messages[-1]["content"]
+
+    def encode(self, prompt: str) -> list[int]:
+        return [int(word) for word in prompt.split()]
 
     def save(self, directory: Path) -> None:
         """Nothing is written: numbers are their own tokens."""
@@ -76,7 +80,7 @@ WHOLE = Session(1000, 1000)
 
 
 def toy_run(
-    corpus: Path, output: Path, recipe: Recipe, loaded: LoadedTarget, options: dict[str, object], **plan: Path
+    corpus: Path, output: Path, recipe: Recipe, loaded: LoadedTarget, options: dict[str, object], **plan: Any
 ) -> TrainingRun:
     """A run in this process."""
     chosen = TrainOptions.model_validate({**TOY, **options})

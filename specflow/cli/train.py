@@ -36,6 +36,7 @@ def train(
     output_dir: Annotated[Path, typer.Option("-o", "--output-dir", help="directory of the run, new or begun")],
     corpus: Annotated[Path | None, typer.Option("--corpus", help="answers of the target (specflow corpus)")] = None,
     data: Annotated[list[Path] | None, typer.Option("--data", help="prompts to draw answers to first (JSONL)")] = None,
+    text: Annotated[list[Path] | None, typer.Option("--text", help="plain text beside the answers; repeatable")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="with --data: most response tokens to draw")] = None,
     steps: Annotated[int | None, _option("steps")] = None,
     epochs: Annotated[float | None, _option("epochs")] = None,
@@ -83,8 +84,10 @@ def _train(given: Mapping[str, Any], options: TrainOptions) -> bool:
     """Whether the run came to its end."""
     from specflow.recipe import load_recipe
     from specflow.train.opening import trained_part
+    from specflow.train.plain_text import check_text_files
 
-    overrides = list(given["overrides"] or ())
+    overrides, text = list(given["overrides"] or ()), tuple(given["text"] or ())
+    check_text_files(text)
     recipe = load_recipe(given["recipe"], overrides)
     trained_part(recipe)
     with _processes(recipe) as processes:
@@ -95,7 +98,7 @@ def _train(given: Mapping[str, Any], options: TrainOptions) -> bool:
 
             loaded = load_target(_placed(recipe, processes).target)
             features = None if given["features"] == "online" else Path(given["features"])
-            plan = RunPlan(recipe, answers, given["output_dir"], options, features, given["checkpoint"])
+            plan = RunPlan(recipe, answers, given["output_dir"], options, features, given["checkpoint"], text)
             run = TrainingRun(plan, loaded, processes)
         session = Session(given["evaluate_every"], given["checkpoint_every"], given["minutes"])
         done = _go(run, session, processes)
@@ -126,9 +129,24 @@ def _options(given: Mapping[str, Any]) -> TrainOptions:
     try:
         return TrainOptions.model_validate(set_here)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "the options"
-        raise DataError(name, f"{first['msg']}, not {first['input']!r}" if first["loc"] else first["msg"]) from error
+        raise DataError(*_problem(error.errors()[0])) from error
+
+
+def _problem(first: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Where, found, expected and what to do of a fault of pydantic's, without its own words for it."""
+    from specflow.train.objective_options import ObjectiveOptions
+
+    place = first["loc"]
+    where = "--" + str(place[0]).replace("_", "-") if place else "the options"
+    reason, help_hint = str(first["msg"]).removeprefix("Value error, "), "specflow train --help lists the options"
+    key = ".".join(map(str, place[1:])).removesuffix(".[key]")
+    if first["type"] == "extra_forbidden":
+        keys = ", ".join(ObjectiveOptions.model_fields)
+        return where, f"unknown key {key!r}", f"one of {keys}", f"{where} KEY=VALUE with one of these"
+    if first["type"] == "value_error":
+        return where, f"{key}: {reason}" if key else reason, "options that fit together", help_hint
+    found, expected = f"{first['input']!r}", reason.removeprefix("Input should be ")
+    return where, f"{key} is {found}" if key else found, expected, help_hint
 
 
 def _objective(settings: list[str]) -> dict[str, Any]:

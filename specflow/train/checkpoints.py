@@ -48,7 +48,7 @@ def load_state(folder: Path) -> dict[str, Any] | None:
         state = torch.load(file, map_location="cpu", weights_only=True)
         assert isinstance(state, dict)
     except Exception as error:  # a damaged file can break its reader in any way
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        hint = "remove the folder to begin again from the first step"
-        raise DataError(str(file), f"cannot be read: {reason}", "a whole checkpoint", hint) from error
+        found = f"torn or damaged, {file.stat().st_size} bytes that are no checkpoint"
+        hint = f"remove {folder} to begin again from the first step"
+        raise DataError(str(file), found, "a whole checkpoint", hint) from error
     return state

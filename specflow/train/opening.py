@@ -15,9 +15,10 @@ from specflow.checkpoint.layout import read
 from specflow.draft.base import SourceContext
 from specflow.draft.borrowed import TargetTables
 from specflow.draft.checkpoint import read_options
-from specflow.errors import GraphError, RecipeError
+from specflow.errors import CheckpointError, GraphError, RecipeError
 from specflow.target.load import read_tensors
 from specflow.train.objective_options import OBJECTIVES, LossName, ObjectiveOptions, block_gamma
+from specflow.train.output import method_of_run
 from specflow.train.start import StartTensors, vocabulary_offsets
 
 if TYPE_CHECKING:
@@ -124,13 +125,13 @@ class Beginning:
         """
         tables = TargetTables(self.loaded.target)
         if self.checkpoint is not None:
-            options, given = self._opened(self.checkpoint)
+            trainable = self._continued(self.checkpoint, tables)
         else:
             options = self._sized(self._new())
             given = self._map_of(options)
             if self.options.start != "random":
                 given |= self._copies(self._build(options, given, tables), tables)
-        trainable = self._build(options, given, tables)
+            trainable = self._build(options, given, tables)
         return Trainee(trainable, tables, self.depth, self._coverage(trainable))
 
     def _new(self) -> BaseModel:
@@ -140,6 +141,17 @@ class Beginning:
             hint = f"leave draft.{name} out; --from {weights} goes on from them"
             raise RecipeError(f"draft.{name}", f"{weights}, weights that are there already", "new ones", hint)
         return options
+
+    def _continued(self, checkpoint: Path, tables: TargetTables) -> Trainable:
+        """The drafter with a checkpoint's weights."""
+        try:
+            return self._build(*self._opened(checkpoint), tables)
+        except (CheckpointError, GraphError) as error:
+            theirs, ours = method_of_run(checkpoint), self.section.method or self.section.source
+            if theirs in (None, ours):
+                raise
+            hint = f"--from a run of {ours}, or train with the recipe of {theirs}"
+            raise CheckpointError("--from", f"{checkpoint}, a run of {theirs}", f"weights of {ours}", hint) from error
 
     def _opened(self, checkpoint: Path) -> tuple[BaseModel, dict[str, Tensor]]:
         """Options and tensors of a checkpoint."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specflow.provenance import Provenance
     from specflow.recipe import Recipe
 
-__all__ = ["RunFolder", "draw_curve", "earlier_runs", "save_drafter", "with_weights"]
+__all__ = ["RunFolder", "draw_curve", "earlier_runs", "method_of_run", "save_drafter", "with_weights"]
 
 FORMAT = 1
 _HEADER, _LOG = "training.json", "log.jsonl"
@@ -151,6 +151,15 @@ def earlier_runs(checkpoint: Path | None) -> list[dict[str, Any]]:
         return [*header.get("earlier", []), {**told, "result": header["result"]}]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(str(file), f"cannot be read: {error!r}", "the header of a run") from error
+
+
+def method_of_run(checkpoint: Path) -> str | None:
+    """The method, or else the source, that the run which left some weights was of; None where nothing tells."""
+    try:
+        draft = json.loads((checkpoint / _HEADER).read_text(encoding="utf-8"))["settings"]["draft"]
+        return str(draft.get("method") or draft["source"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _changes(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -28,6 +28,7 @@ from specflow.train.loop import Loop, Narrowed
 from specflow.train.objective import Objective
 from specflow.train.opening import Beginning, published_objective, trained_part
 from specflow.train.output import RunFolder, draw_curve, earlier_runs, save_drafter, with_weights, write_recipe
+from specflow.train.plain_text import Pieces
 from specflow.train.sequences import BatchOrder, Texts, key_of, make_batch
 from specflow.train.store import FeatureStore, StoreFacts
 
@@ -62,6 +63,7 @@ class RunPlan:
     options: TrainOptions
     features: Path | None = None  # a store of features; None: they are made anew for every batch
     checkpoint: Path | None = None  # weights to go on from
+    text: tuple[Path, ...] = ()  # files of plain text that are trained on beside the answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,16 @@ class TrainingRun:
         self.folder.read()
         check_target(plan.corpus, info.name, loaded.identity())
         known = self.folder.settings.get("corpus", {}).get("records")
-        self.texts = Texts.read(plan.corpus, options.held_out, min(options.max_length, info.context_length), known)
+        longest = min(options.max_length, info.context_length)
+        self.texts = Texts.read(plan.corpus, options.held_out, longest, known)
+        self.pieces = Pieces.read(plan.text, loaded.codec, options.held_out, longest)
+        self._learnt = (*self.texts.training, *self.pieces.texts)
         beginning = Beginning(self._section, loaded, options, self.texts.counts(info.vocab_size), plan.checkpoint)
         self._trainee = beginning.make()
         self._objective = options.objective or published_objective(self._section, self._trainee)
         if self._trainee.trainable.confidence is not None and "confidence" not in self._objective.losses:
             log.warning("--objective has no loss `confidence`: the confidence head stays as it begins")
-        self._order = BatchOrder([len(text) for text in self.texts.training], options.batch_tokens, options.seed)
+        self._order = BatchOrder([len(text) for text in self._learnt], options.batch_tokens, options.seed)
         self.steps = options.steps or -(-self._order.in_epochs(options.epochs or 1.0) // options.accumulate)
         _check_share(options.accumulate, processes)
         processes.wait()
@@ -143,9 +148,16 @@ class TrainingRun:
         return self._loop.done
 
     @property
+    def used(self) -> list[Text]:
+        """Answers that were in a batch so far; below one epoch not all were."""
+        batches = range(self.step * self._plan.options.accumulate)
+        places = {place for number in batches for place in self._order[number]}
+        return [text for place, text in enumerate(self.texts.training) if place in places]
+
+    @property
     def lacking(self) -> list[Text]:
         """Texts whose features the store lacks."""
-        return [] if self.store is None else self.store.missing([*self.texts.training, *self.texts.held_out])
+        return [] if self.store is None else self.store.missing([*self._learnt, *self.texts.held_out])
 
     @property
     def store(self) -> FeatureStore | None:
@@ -194,7 +206,7 @@ class TrainingRun:
             if report.step % LOG_EVERY == 0 or ends:
                 self._log(reports)
                 reports = []
-            if report.step % session.evaluate_every == 0 and not self.done:
+            if report.step % session.evaluate_every == 0 or self.done:
                 seen = self._measure()
                 measured = perf_counter() - began - spent
             if report.step % session.checkpoint_every == 0 or ends:
@@ -211,21 +223,21 @@ class TrainingRun:
         seen = 0
         while seen < FIT_POSITIONS and len(batches) < self.steps:
             batches.append(self._order[len(batches)])
-            seen += sum(len(self.texts.training[place]) for place in batches[-1])
+            seen += sum(len(self._learnt[place]) for place in batches[-1])
         made = (self._batch(number) for number in range(len(batches)))
         if not fit_start(self._trainee.trainable.network, made):
             log.warning("start is fitted, and nothing of this drafter can be fitted: it begins as with start=target")
         self._fitted = True
 
     def finish(self) -> Mapping[str, Any]:
-        """Measure on all held-out texts and on as many trained on, and write the drafter as it is now.
+        """Measure on all held-out answers and on as many trained on, and write the drafter as it is now.
 
         Returns:
             The held-out figures, as `HeldOut` gives them.
         """
         figures = self._figures(self.texts.held_out)
-        # As many texts that it has seen: what it knows of them alone is not the target's way but the texts.
-        seen = self._figures(sample(self.texts.training, sum(map(len, self.texts.held_out))))
+        # As many answers that it has seen: what it knows of them alone is not the target's way but the texts.
+        seen = self._figures(sample(self.used, sum(map(len, self.texts.held_out))))
         if self._processes.is_first:
             path = self._plan.output
             save_drafter(path, self._trainee.trainable)
@@ -272,6 +284,7 @@ class TrainingRun:
         """All that decides what comes out."""
         plan, info = self._plan, self._loaded.target.info
         start = None if plan.checkpoint is None else weights_identity(str(plan.checkpoint), 0)
+        text = {"text": self.pieces.facts()} if plan.text else {}
         return {
             "options": plan.options.model_dump(mode="json"),
             "objective": self._objective.model_dump(mode="json"),
@@ -282,7 +295,7 @@ class TrainingRun:
                 "weights": info.weights,
                 "runtime": info.runtime,
             },
-            "corpus": {"records": self.texts.num_records, "texts": self.texts.digest()},
+            "corpus": {"records": self.texts.num_records, "texts": self.texts.digest(), **text},
             "features": "online" if plan.features is None else "stored",
             "checkpoint": start,
         }
@@ -314,7 +327,7 @@ class TrainingRun:
         return [partial(self._batch, first + place) for place in shared]
 
     def _batch(self, number: int) -> Batch:
-        texts = [self.texts.training[place] for place in self._order[number]]
+        texts = [self._learnt[place] for place in self._order[number]]
         return make_batch(texts, self._source.read(texts), key_of("batch", self._plan.options.seed, number))
 
     def _measure(self) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from specflow.train.prompts import refuse_evaluation_id
 if TYPE_CHECKING:
     from specflow.types import Features
 
-__all__ = ["BatchOrder", "Text", "Texts", "key_of", "make_batch", "packed"]
+__all__ = ["BatchOrder", "Text", "Texts", "digest_of", "key_of", "make_batch", "packed"]
 
 _WINDOW = 32
 """Batches whose texts are sorted by length together: enough for little padding, few enough to stay a mix."""
@@ -85,10 +85,7 @@ class Texts:
 
     def digest(self) -> str:
         """Tells these texts from others."""
-        digest = blake2b(digest_size=16)
-        for text in (*self.training, *self.held_out):
-            digest.update(f"{text.id}\0{text.num_prompt}\0".encode() + text.tokens.numpy().tobytes())
-        return digest.hexdigest()
+        return digest_of((*self.training, *self.held_out))
 
     def counts(self, vocab_size: int) -> Tensor:
         """How often each token occurs in the answers that are trained on.  # [V] int64"""
@@ -96,6 +93,14 @@ class Texts:
         for text in self.training:
             counts += text.answer.bincount(minlength=vocab_size)
         return counts
+
+
+def digest_of(texts: Sequence[Text]) -> str:
+    """Tells texts from others."""
+    digest = blake2b(digest_size=16)
+    for text in texts:
+        digest.update(f"{text.id}\0{text.num_prompt}\0".encode() + text.tokens.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _text(record: CorpusRecord, max_length: int) -> Text:

@@ -14,12 +14,14 @@ from specflow.errors import RecipeError
 from specflow.recipe import Recipe, load_recipe, shipped_recipes
 from specflow.train.capture import KeptFeatures
 from specflow.train.held_out import HeldOut
+from specflow.train.objective_options import OBJECTIVES
 from specflow.train.opening import trained_part
 from specflow.train.processes import Processes
 from specflow.train.run import Session, TrainingRun
 
 ENOUGH = 0.95
 K = 2
+LEARNING = {"steps": 600, "lr": 3e-3, "batch_tokens": 1024, "held_out": 0.0, "calibration_rounds": 0}
 LARGE = {"num_layers": 3, "adapter_rank": 64}
 """Options of capacity, for sources that have them."""
 
@@ -77,6 +79,14 @@ def test_every_source_that_can_be_trained_has_a_recipe_here() -> None:
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS.values()))
 def test_a_drafter_learns_a_toy_set_by_heart(name: str, loaded: LoadedTarget, corpus: Path, tmp_path: Path) -> None:
-    options = {"steps": 600, "lr": 3e-3, "batch_tokens": 1024, "held_out": 0.0, "calibration_rounds": 0}
+    run = toy_run(corpus, tmp_path / "run", RECIPES[name], loaded, LEARNING)
+    assert min(accept_rates(run)) > ENOUGH
+
+
+@pytest.mark.parametrize(("objective", "name"), [("lk", "eagle3"), ("dflash_dpace", "dflash")])
+def test_an_objective_that_no_method_is_published_with_does_too(
+    objective: str, name: str, loaded: LoadedTarget, corpus: Path, tmp_path: Path
+) -> None:
+    options = {**LEARNING, "objective": OBJECTIVES[objective].model_dump()}
     run = toy_run(corpus, tmp_path / "run", RECIPES[name], loaded, options)
     assert min(accept_rates(run)) > ENOUGH

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from toy_training import toy_recipe, toy_records, toy_run, toy_target, train, wr
 from specflow.build import LoadedTarget, build_drafter
 from specflow.cli.train import _figures
 from specflow.draft.checkpoint import read_options
-from specflow.errors import DataError, GraphError, RecipeError
+from specflow.errors import CheckpointError, DataError, GraphError, RecipeError
 from specflow.recipe import load_recipe, parse_recipe
 from specflow.target.load import read_tensors
+from specflow.train.batch import Batch
 from specflow.train.calibrate import write_temperatures
 from specflow.train.output import earlier_runs
 from specflow.train.run import Session, TrainingRun
+from specflow.train.sequences import Text
 from specflow.train.start import vocabulary_offsets
 
 EAGLE = toy_recipe(method="eagle3", k=3, mlp_size=32)
@@ -67,7 +71,7 @@ def test_a_run_leaves_a_checkpoint_that_its_source_opens(whole: Path, loaded: Lo
 
 def test_a_run_says_how_it_went(whole: Path) -> None:
     lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "held_out" in line] == [0, 4]
+    assert [line["step"] for line in lines if "held_out" in line] == [0, 4, 8]
     assert [line["step"] for line in lines if "loss" in line] == [8]
     header = json.loads((whole / "training.json").read_text())
     assert header["settings"]["options"]["steps"] == 8
@@ -267,28 +271,81 @@ def test_features_from_disk_train_as_features_from_passes(
 
 
 def test_two_processes_see_the_losses_of_one(corpus: Path, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
+    program, text = tmp_path / "program.py", tmp_path / "text.txt"
+    text.write_text(" ".join(str(5 + number % 20) for number in range(600)))
     program.write_text(
         "import sys; from toy_training import *; from test_train_run import *\n"
         "torch.set_num_threads(1)\n"
         "options = TrainOptions.model_validate({**TOY, **STEPS, 'accumulate': 2})\n"
-        "plan = RunPlan(EAGLE, Path(sys.argv[1]), Path(sys.argv[2]), options)\n"
+        "text = (Path(sys.argv[3]),)\n"
+        "plan = RunPlan(EAGLE, Path(sys.argv[1]), Path(sys.argv[2]), options, text=text)\n"
         "with Processes(on_cpu=True) as processes:\n"
-        "    train(TrainingRun(plan, toy_target(), processes), Session(4, 100))\n"
+        "    run = TrainingRun(plan, toy_target(), processes)\n"
+        "    losses = [progress.loss for progress in run.go(Session(4, 100))]\n"
+        "    run.finish()\n"
+        "    if processes.is_first: print(json.dumps(losses))\n"
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    found = []
     for count in (1, 2):
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        words += [str(program), str(corpus), str(tmp_path / str(count))]
+        words += [str(program), str(corpus), str(tmp_path / str(count)), str(text)]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-    found = []
-    for count in ("1", "2"):
-        assert json.loads((tmp_path / count / "training.json").read_text())["result"]["processes"] == int(count)
-        lines = [json.loads(line) for line in (tmp_path / count / "log.jsonl").read_text().splitlines()]
-        found.append([line["loss"] for line in lines if "loss" in line] + [lines[-2]["held_out"]["length"]])
+        result = json.loads((tmp_path / str(count) / "training.json").read_text())["result"]
+        assert result["processes"] == count
+        found.append([*json.loads(done.stdout), result["held_out"]["length"]])
+    assert len(found[0]) == STEPS["steps"] + 1
     assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_of_texts_trained_on_those_are_measured_that_a_batch_has_used(
+    corpus: Path, loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = toy_run(corpus, tmp_path / "run", EAGLE, loaded, {**STEPS, "steps": 2, "held_out": 0.4})
+    batches: list[tuple[int, ...]] = []
+    measured: list[set[str]] = []
+    made, figures = run._batch, run._figures
+
+    def make(number: int) -> Batch:
+        batches.append(run._order[number])
+        return made(number)
+
+    def measure(texts: Sequence[Text]) -> Mapping[str, Any]:
+        measured.append({each.id for each in texts})
+        return figures(texts)
+
+    monkeypatch.setattr(run, "_batch", make)
+    monkeypatch.setattr(run, "_figures", measure)
+    train(run)
+    used = {run.texts.training[place].id for batch in batches for place in batch}
+    assert len(used) < len(run.texts.training)
+    assert measured[1]
+    assert measured[1] <= used
+
+
+def test_a_torn_state_is_named_without_the_words_of_its_reader(
+    corpus: Path, loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    train(toy_run(corpus, tmp_path / "run", EAGLE, loaded, {**STEPS, "steps": 1}))
+    file = tmp_path / "run" / "state" / "state.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(DataError, match="torn or damaged, 1000 bytes") as found:
+        toy_run(corpus, tmp_path / "run", EAGLE, loaded, {**STEPS, "steps": 1})
+    assert found.value.where == str(file)
+    assert "remove" in found.value.hint
+    assert "torch" not in str(found.value).lower()
+
+
+def test_weights_of_a_run_of_another_method_are_refused_as_such(
+    whole: Path, corpus: Path, loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="a run of eagle3") as found:
+        toy_run(corpus, tmp_path / "run", toy_recipe(method="medusa", k=3), loaded, STEPS, checkpoint=whole)
+    assert found.value.where == "--from"
+    assert found.value.expected == "weights of medusa"
+    assert "recipe of eagle3" in found.value.hint
 
 
 def test_shares_must_be_even(corpus: Path, loaded: LoadedTarget, tmp_path: Path) -> None:
