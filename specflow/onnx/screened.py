@@ -100,7 +100,9 @@ class ScreenedHead:
         logits = self._score(rows).numpy().astype(np.float64)
         listed = np.take_along_axis(logits, tokens, axis=1)
         np.put_along_axis(logits, tokens, -np.inf, axis=1)
-        return bool((listed <= bounds).all() and (logits.max(axis=1) <= bounds[:, -1]).all())
+        bounded = np.isfinite(bounds).all(axis=1)  # of a row of zeros, as tokens that nobody uses have, nothing is
+        held = (listed <= bounds).all(axis=1) & (logits.max(axis=1) <= bounds[:, -1])
+        return bool(bounded.any() and held[bounded].all())
 
     def _heavy_pairs(self) -> Tensor:
         """Rows of two neighbouring ones, each where the token with the largest logit weighs most.  # [n, H]"""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -226,20 +227,32 @@ def _open(path: Path, place: Place) -> Any:
     if not wanted:
         expected = f"a device of ONNX Runtime: {', '.join(_PROVIDERS)}"
         raise ModelError(str(path), f"ONNX Runtime does not run on {place.device}", expected, "set runtime: torch")
-    try:
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=[(name, _provider_options(name, place.device)) for name in wanted]
-        )
-    except Exception as error:  # as above
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(str(path), f"ONNX Runtime cannot open it: {reason}", "a sound graph, its weights") from error
-    lost = [name for name in wanted if name not in session.get_providers()]
-    if lost:
-        log.warning("%s: %s cannot be used here; %s runs it", path.name, ", ".join(lost), session.get_providers()[0])
+    session = _first_that_opens(path, options, [(name, _provider_options(name, place.device)) for name in wanted])
+    if lost := [name for name in wanted if name not in session.get_providers()]:
+        _tell_lost(", ".join(lost), session.get_providers()[0])
     if session.get_providers() == [_HOST] and place.device.type != "cpu":
         found = f"ONNX Runtime has nothing but CPUs for {place.device}"
         raise ModelError(str(path), found, "CUDAExecutionProvider and its libraries", "set runtime: torch")
     return session
+
+
+def _first_that_opens(path: Path, options: Any, providers: Sequence[tuple[str, dict[str, Any]]]) -> Any:
+    """A session of the best providers that can be used; ONNX Runtime's own retry forgets what they were told."""
+    import onnxruntime
+
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=list(providers), enable_fallback=0)
+    except Exception as error:  # as above
+        if len(providers) > 1:
+            return _first_that_opens(path, options, providers[1:])
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(str(path), f"ONNX Runtime cannot open it: {reason}", "a sound graph, its weights") from error
+
+
+@cache
+def _tell_lost(lost: str, instead: str) -> None:
+    """Once for all sessions."""
+    log.warning("%s cannot be used here; %s runs ONNX graphs", lost, instead)
 
 
 def _provider_options(name: str, device: torch.device) -> dict[str, Any]:

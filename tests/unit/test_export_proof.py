@@ -125,6 +125,31 @@ def test_a_draft_between_equals_is_a_near_tie(gap: float, ties: bool) -> None:
     assert len(found.near_ties if ties else found.differences) == 6
 
 
+@pytest.mark.parametrize("shape", ["chain", "beam"])
+def test_drafts_that_no_rounding_explains_are_differences(shape: str) -> None:
+    """As of a wrong map of a reduced vocabulary: logits agree in every bit."""
+    wrong = drafter(DRAFT, shape=shape)
+    right = wrong.propose
+
+    def rolled(*given: Any) -> Any:
+        block = right(*given)
+        assert block is not None
+        return replace(block, tokens=(block.tokens + 1) % VOCAB)
+
+    wrong.propose = rolled  # type: ignore[method-assign]
+    found = compared(decoder(sources=[drafter(DRAFT, shape=shape)]), decoder(sources=[wrong]), rounds=6)
+    assert (found.same_blocks, found.near_ties, len(found.differences)) == (0, [], 6)
+    with pytest.raises(ModelError, match="6 differences from torch"):
+        check_rounds(found, precise=True)
+
+
+def test_rounds_that_a_full_context_leaves_are_made_elsewhere() -> None:
+    short = tiny_target(torch.float32, context=48)
+    prompts = [[5, 9, 33] * 15, [7, 3], [3, 4, 5, 9]]
+    found = compare_rounds(decoder(short), decoder(short), NumberText(), Rounds(prompts, 30, 0, 1e-4))  # type: ignore[arg-type]
+    assert found.rounds == 30
+
+
 def test_what_is_not_finite_is_infinitely_wrong() -> None:
     def change(logits: torch.Tensor, passes: int) -> torch.Tensor:
         logits[..., 0] = torch.nan

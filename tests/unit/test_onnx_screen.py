@@ -220,6 +220,16 @@ def test_the_largest_bound_stays_within_a_byte(factor: int, ulps: int) -> None:
     assert (found * errors <= bounds).all()
 
 
+@pytest.mark.parametrize("unused", [[0], list(range(50, 100))])
+def test_tokens_that_nobody_uses_do_not_put_the_bounds_in_doubt(unused: list[int], tmp_path: Path) -> None:
+    weight = torch.randn(100, 33, generator=generator(3))
+    weight[unused] = 0.0
+    screened, full = heads(tmp_path, weight)
+    assert screened.holds()
+    rows = torch.cat((torch.randn(5, 33, generator=generator(4)), torch.zeros(1, 33)))
+    assert screened.pick(rows).equal(full(rows).argmax(-1))
+
+
 def test_a_head_of_one_entry_can_be_probed(tmp_path: Path) -> None:
     assert heads(tmp_path, torch.randn(100, 1, generator=generator(0)))[0].holds()
 

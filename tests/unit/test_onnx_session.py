@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 
@@ -16,6 +17,11 @@ from specflow.onnx.graphs import GraphSet, Precision
 from specflow.onnx.session import OnnxSession, Place, choose_providers
 
 CPU = Place(torch.device("cpu"), 1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_told() -> None:
+    sessions._tell_lost.cache_clear()
 
 
 @pytest.fixture
@@ -162,7 +168,31 @@ class TestProviders:
             session = OnnxSession(graph, CPU)
         assert session.providers == ["CPUExecutionProvider"]
         lines: list[Any] = [record.getMessage() for record in caplog.records]
-        assert lines == ["sum.onnx: CUDAExecutionProvider cannot be used here; CPUExecutionProvider runs it"]
+        assert lines == ["CUDAExecutionProvider cannot be used here; CPUExecutionProvider runs ONNX graphs"]
+
+    def test_those_after_one_that_fails_keep_their_options(
+        self, graph: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """TensorRT is compiled into packages without its libraries; the runtime's own retry forgets the stream."""
+        names = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+        real, asked = onnxruntime.InferenceSession, []
+
+        def open_session(path: str, options: Any, providers: list[Any], enable_fallback: int) -> Any:
+            assert enable_fallback == 0
+            asked.append(providers)
+            if providers[0][0] == names[0]:
+                raise RuntimeError("libnvinfer.so.10 is missing")
+            return real(path, options, providers=names[2:])
+
+        monkeypatch.setattr(onnxruntime, "InferenceSession", open_session)
+        monkeypatch.setattr(sessions, "choose_providers", lambda device: names)
+        monkeypatch.setattr(sessions, "_provider_options", lambda name, device: {"device_id": name})
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                OnnxSession(graph, CPU)
+        given = [(name, {"device_id": name}) for name in names]
+        assert asked == [given, given[1:]] * 2
+        assert len(caplog.records) == 1
 
     @pytest.mark.parametrize(("stream", "given"), [(0, "1"), (77, "77")])
     def test_it_shares_the_stream_of_torch(self, monkeypatch: pytest.MonkeyPatch, stream: int, given: str) -> None:
