@@ -35,9 +35,8 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-HERE = Path(__file__).resolve().parent
+HERE, FLOATS = Path(__file__).resolve().parent, np.{floats}
 K = {k}  # draft tokens of a block
-FLOATS = np.{floats}
 {constants}onnxruntime.set_default_logger_severity(3)
 
 
@@ -48,12 +47,13 @@ def load(name):
 def read(path):
     """Of another text what example.npz holds; there are rows for all its tokens but the anchor, the last one."""
     data, example = dict(np.load(path)), np.load(HERE / "example.npz")
-    rows = max(1, len(data.get("tokens", ())) - 1)
+    rows = max(1, np.size(data.get("tokens", ())) - 1)
     for name, like in example.items():
         shape = (rows + 1,) if name == "tokens" else (*like.shape[:-2], rows, like.shape[-1])
-        if name not in data or data[name].shape != shape:
-            sys.exit(f"{{path}}: expected {{name}} {{shape}}, found {{ {{each: data[each].shape for each in data}} }}")
-    return data
+        if name not in data or (data[name].shape, data[name].dtype.kind) != (shape, like.dtype.kind):
+            found = [(each, value.shape, value.dtype) for each, value in data.items()]
+            sys.exit(f"{{path}}: expected {{name}} {{shape}} {{like.dtype}}, found {{found}}")
+    return {{name: data[name].astype(like.dtype) for name, like in example.items()}}
 
 '''
 

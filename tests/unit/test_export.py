@@ -338,12 +338,17 @@ def test_the_script_says_what_is_wrong_with_its_input(case: str, tiny: Path, tmp
     name = next(reversed(good))
     narrow = {**good, name: good[name][..., :-1]}
     missing = {each: rows for each, rows in good.items() if each != name}
-    for bad in (narrow, missing):
+    other = {**good, name: good[name].astype(np.float64 if good[name].dtype.kind == "i" else np.int64)}
+    for bad in (narrow, missing, other):
         np.savez(tmp_path / "bad.npz", **bad)
         done = script(tmp_path / "out" / part.folder, str(tmp_path / "bad.npz"))
         assert (done.returncode, done.stdout) == (1, "")
-        assert f"expected {name} {good[name].shape}, found" in done.stderr
+        assert f"expected {name} {good[name].shape} {good[name].dtype}, found" in done.stderr
         assert "Traceback" not in done.stderr
+    as_int32 = {each: rows.astype(np.int32) if rows.dtype.kind == "i" else rows for each, rows in good.items()}
+    np.savez(tmp_path / "int32.npz", **as_int32)
+    whole = script(tmp_path / "out" / part.folder, str(tmp_path / "out" / str(part.example)))
+    assert script(tmp_path / "out" / part.folder, str(tmp_path / "int32.npz")).stdout == whole.stdout
     assert "python run_drafter.py example.npz" in script(tmp_path / "out" / part.folder).stderr
 
 
