@@ -19,12 +19,14 @@ from typing import Any
 from cpu_figures import compare_systems, gains, quality_csv, rows_csv, table
 from cpu_methods import BASELINE, PEERS, THREADS, Field, load_field
 from cpu_quality import TEXT_TOKENS, measure_quality
+from origins import without_folders
 
 from specflow.bench import Bench, Plan, PromptRow, RunDirectory, load_prompts, summarise
 from specflow.bench.summary import summary_csv
 from specflow.cli.progress import counted
-from specflow.files import file_sha256, replace_text
+from specflow.files import file_sha256, replace_text, write_json_atomic
 from specflow.provenance import Provenance
+from specflow.target.load import read_json
 
 __all__ = ["main", "publish"]
 
@@ -136,6 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             FIGURES.mkdir(parents=True, exist_ok=True)
             for name in FILES:
                 replace_text(FIGURES / name, (directory / name).read_text(encoding="utf-8"))
+            manifest = read_json(FIGURES / "manifest.json")
+            sessions = [without_folders(each) for each in manifest["sessions"]]
+            write_json_atomic(FIGURES / "manifest.json", {**manifest, "sessions": sessions})
     if not options.no_publish:
         publish()
 

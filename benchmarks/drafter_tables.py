@@ -107,7 +107,8 @@ class Drafter:
             return None
         costs, lengths = CostModel.from_data(self.found["cost"]["seconds"]), self.lengths()
         context = costs.target[0].context
-        return max((length / costs.plain_steps(k, 1, context), k) for k, length in enumerate(lengths, 1))
+        speeds = ((length / costs.plain_steps(k, 1, context), k) for k, length in enumerate(lengths, 1))
+        return max(speeds, default=None)
 
     def lengths(self) -> list[float]:
         """Greedy acceptance length within 1, 2, ... draft tokens."""
@@ -209,7 +210,7 @@ def _trained(drafters: Sequence[Drafter]) -> list[str]:
                 errors,
             ]
         )
-    head = ["drafter", "built", "weights", "data", "steps", "positions", "time"]
+    head = ["drafter", "built", "weights", "data of the last run", "steps", "positions", "time"]
     head.append("overlap at 1, held-out texts / texts trained on")
     return list(_table([*head, "confidence error before / after"], rows))
 

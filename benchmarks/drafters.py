@@ -195,8 +195,9 @@ def measure_cost(name: str) -> None:
 
 def record_agreement(name: str) -> None:
     """What `specflow selftest` finds, kept beside the weights; whole models have no conventions to mistake."""
+    recipe = load_recipe(f"{DRAFTERS.name}/{name}")
     with suppress(RecipeError):
-        parts_to_test(load_recipe(f"{DRAFTERS.name}/{name}"))
+        parts_to_test(recipe)
         if not (DRAFTERS / name / "selftest.json").exists():
             run_verb("selftest", name, "--record")
 

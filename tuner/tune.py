@@ -23,7 +23,7 @@ from tuner.findings import break_evens, category_answers, confirmed_of, divergen
 from tuner.hints import acceptance_of
 from tuner.interval import FEWEST_PROMPTS
 from tuner.lab import Advance, Lab
-from tuner.result import Acceptance, Answer, Choice, Predicted, Refused, TuneResult, Workload
+from tuner.result import Answer, Choice, Predicted, Refused, TuneResult, Workload
 from tuner.schedule import Best, make_schedule
 from tuner.scoring import Score, Scorer, check_objectives, hopeless
 from tuner.shared_costs import SharedCosts
@@ -284,7 +284,9 @@ class Tuning:
             for each in self.plan.concurrency
         }
         judged = (first, self.lab.context), aims.hurdle
-        acceptance = [self._acceptance(each, race) for each in race.runs if each != self.nobody]
+        raced = [each for each in race.runs if each != self.nobody]
+        recorded = {name: self._recorded(name) for name in dict.fromkeys(each.recipe for each in raced)}
+        acceptance = [acceptance_of(each, race.counts(each), recorded[each.recipe]) for each in raced]
         if len(race.groups) < FEWEST_PROMPTS:
             self.warnings.append(f"{len(race.groups)} prompts are too few to say how sure a speed-up is")
         warnings = [*self.warnings, *divergences(race, str(self.lab.target.get("exactness")))]
@@ -314,13 +316,13 @@ class Tuning:
             provenance=self.lab.provenance([Path(name) for name in self.plan.workload.files]),
         )
 
-    def _acceptance(self, candidate: Candidate, race: Race) -> Acceptance:
-        recorded = None
+    def _recorded(self, name: str) -> float | None:
+        """What a recipe's drafter agreed in when it was made, where that is known."""
         try:
-            recorded = self.lab.recorded(self.space.recipes[candidate.recipe])
+            return self.lab.recorded(self.space.recipes[name])
         except SpecFlowError as error:
-            self.warnings.append(f"{candidate.recipe}: {error}")
-        return acceptance_of(candidate, race.counts(candidate), recorded)
+            self.warnings.append(f"{name}: {error}")
+            return None
 
     def _predictions(self) -> Iterator[Predicted]:
         for each in self.plan.concurrency:

@@ -304,17 +304,18 @@ def _compare_blocks(found: Comparison, one: _Seen, two: _Seen, tolerance: float,
     if one.block is None and two.block is None:
         return
     found.blocks += 1
-    close, tied = True, False
+    close, tied, rounded = True, False, False
     for mine, its in zip(two.steps, one.steps, strict=False):
         if not _equal(mine.tokens, its.tokens):
             break
         close = found.note("draft logits", mine.logits, its.logits) <= tolerance and close
         tied = tied or _changed_places(mine.logits, its.logits, tolerance)
+        rounded = rounded or not torch.equal(mine.logits, its.logits)
     if _nodes(one.block) == _nodes(two.block):
         found.same_blocks += 1
         return
     text = f"{where}: drafted {_shown(two.block)}, torch {_shown(one.block)}"
-    if close and (tied or _began_alike(one.block, two.block)):
+    if close and (tied or (rounded and _began_alike(one.block, two.block))):
         found.near_ties.append(f"{text}; draft logits agree within {tolerance:g}")
     else:
         found.differences.append(text)

@@ -35,8 +35,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-HERE, FLOATS = Path(__file__).resolve().parent, np.{floats}
+HERE = Path(__file__).resolve().parent
 K = {k}  # draft tokens of a block
+FLOATS = np.{floats}
 {constants}onnxruntime.set_default_logger_severity(3)
 
 
@@ -50,9 +51,8 @@ def read(path):
     rows = max(1, np.size(data.get("tokens", ())) - 1)
     for name, like in example.items():
         shape = (rows + 1,) if name == "tokens" else (*like.shape[:-2], rows, like.shape[-1])
-        if name not in data or (data[name].shape, data[name].dtype.kind) != (shape, like.dtype.kind):
-            found = [(each, value.shape, value.dtype) for each, value in data.items()]
-            sys.exit(f"{{path}}: expected {{name}} {{shape}} {{like.dtype}}, found {{found}}")
+        if ((its := np.asarray(data.get(name))).shape, its.dtype.kind) != (shape, like.dtype.kind):
+            sys.exit(f"{{path}}: expected {{name}} {{shape}} {{like.dtype}}, found {{its.shape}} {{its.dtype}}")
     return {{name: data[name].astype(like.dtype) for name, like in example.items()}}
 
 '''

@@ -227,32 +227,38 @@ def _open(path: Path, place: Place) -> Any:
     if not wanted:
         expected = f"a device of ONNX Runtime: {', '.join(_PROVIDERS)}"
         raise ModelError(str(path), f"ONNX Runtime does not run on {place.device}", expected, "set runtime: torch")
-    session = _first_that_opens(path, options, [(name, _provider_options(name, place.device)) for name in wanted])
+    providers = [(name, _provider_options(name, place.device)) for name in wanted]
+    session, reason = _first_that_opens(path, options, providers)
     if lost := [name for name in wanted if name not in session.get_providers()]:
-        _tell_lost(", ".join(lost), session.get_providers()[0])
+        _tell_lost(", ".join(lost), session.get_providers()[0], reason)
     if session.get_providers() == [_HOST] and place.device.type != "cpu":
-        found = f"ONNX Runtime has nothing but CPUs for {place.device}"
+        found = f"ONNX Runtime has nothing but CPUs for {place.device}{reason}"
         raise ModelError(str(path), found, "CUDAExecutionProvider and its libraries", "set runtime: torch")
     return session
 
 
-def _first_that_opens(path: Path, options: Any, providers: Sequence[tuple[str, dict[str, Any]]]) -> Any:
-    """A session of the best providers that can be used; ONNX Runtime's own retry forgets what they were told."""
+def _first_that_opens(
+    path: Path, options: Any, providers: Sequence[tuple[str, dict[str, Any]]], before: str = ""
+) -> tuple[Any, str]:
+    """A session of the best providers that can be used, and why the first could not; "" where it could.
+
+    ONNX Runtime's own retry forgets what the others were told.
+    """
     import onnxruntime
 
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=list(providers), enable_fallback=0)
+        return onnxruntime.InferenceSession(str(path), options, providers=list(providers), enable_fallback=0), before
     except Exception as error:  # as above
+        reason = before or f": {(str(error).strip() or type(error).__name__).splitlines()[0]}"
         if len(providers) > 1:
-            return _first_that_opens(path, options, providers[1:])
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(str(path), f"ONNX Runtime cannot open it: {reason}", "a sound graph, its weights") from error
+            return _first_that_opens(path, options, providers[1:], reason)
+        raise ModelError(str(path), f"ONNX Runtime cannot open it{reason}", "a sound graph, its weights") from error
 
 
 @cache
-def _tell_lost(lost: str, instead: str) -> None:
+def _tell_lost(lost: str, instead: str, reason: str) -> None:
     """Once for all sessions."""
-    log.warning("%s cannot be used here; %s runs ONNX graphs", lost, instead)
+    log.warning("%s cannot be used here%s; %s runs ONNX graphs", lost, reason, instead)
 
 
 def _provider_options(name: str, device: torch.device) -> dict[str, Any]:

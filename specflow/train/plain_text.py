@@ -8,13 +8,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specflow.errors import DataError, RequestError
-from specflow.train.corpus import is_held_out
 from specflow.train.prompts import refuse_evaluation_file, refuse_evaluation_id
 from specflow.train.sequences import Text, digest_of
 
@@ -31,45 +31,38 @@ _EXPECTED = f"UTF-8 text in {', '.join(_SUFFIXES)}; of .jsonl one object a line 
 class Pieces:
     """Pieces of text: the first token of each is read, and all others are trained on.
 
-    A share is held out by id, as of answers, and not trained on. Held-out figures stay those of answers alone: they say
-    how the drafter does on what its target says, which plain text is not.
+    None are held out: held-out figures say how the drafter does on what its target says, which plain text is not.
     """
 
     texts: tuple[Text, ...] = ()
-    held_out: tuple[Text, ...] = ()
-    num_files: int = 0
     num_documents: int = 0
 
     @classmethod
-    def read(cls, files: Sequence[Path], codec: TextCodec, held_out: float, max_length: int) -> Pieces:
+    def read(cls, files: Sequence[Path], codec: TextCodec, max_length: int) -> Pieces:
         """Pieces of all documents; one that comes twice is taken once. A .txt file is one document, a .jsonl row too.
 
         Args:
             files: .txt, .txt.gz or .jsonl.
             codec: Of the target.
-            held_out: Share that is left out.
             max_length: Longest piece in tokens; pieces of a document are of nearly the same length.
 
         Raises:
-            DataError: A file cannot be read, holds no text or is an evaluation set's, or all pieces are held out.
+            DataError: A file cannot be read, holds no text or is an evaluation set's.
         """
         check_text_files(files)
         documents: dict[str, list[Text]] = {}
         for file in files:
             for where, document in _documents(file):
-                name = f"text/{blake2b(document.encode(), digest_size=8).hexdigest()}"
+                name = f"text/{blake2b(document.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"
                 if name not in documents:
                     documents[name] = list(_cut(name, _encoded(codec, document, where), max_length))
-        kept: dict[bool, list[Text]] = {False: [], True: []}
-        for piece in (piece for pieces in documents.values() for piece in pieces):
-            kept[is_held_out(piece.id, held_out)].append(piece)
-        if files and not kept[False]:
-            found = f"{len(kept[True])} pieces of text, and all of them are held out"
-            raise DataError("--text", found, "text to train on", "give more text, or a lower --held-out")
-        return cls(tuple(kept[False]), tuple(kept[True]), len(files), len(documents))
+        pieces = tuple(chain.from_iterable(documents.values()))
+        if files and not pieces:
+            raise DataError("--text", "no document of two tokens", "text to train on")
+        return cls(pieces, len(documents))
 
     def facts(self) -> dict[str, Any]:
-        """How much there is, and what tells it from other text; of what is trained on."""
+        """How much there is, and what tells it from other text."""
         return {
             "documents": self.num_documents,
             "texts": len(self.texts),
@@ -79,15 +72,17 @@ class Pieces:
 
 
 def check_text_files(files: Sequence[Path]) -> None:
-    """Refuse what is no text to train on by its name alone, before a model is loaded.
+    """Refuse what is no text to train on before a model is loaded.
 
     Raises:
-        DataError: A file is of another kind, or an evaluation set's.
+        DataError: A file is of another kind or an evaluation set's, or is not there.
     """
     for file in files:
         if not file.name.endswith(_SUFFIXES):
             raise DataError(str(file), "a file of another kind", f"a name that ends in {', '.join(_SUFFIXES)}")
         refuse_evaluation_file(file)
+        if not file.is_file():
+            raise DataError(str(file), "cannot be read: no such file", _EXPECTED)
 
 
 def _documents(file: Path) -> Iterator[tuple[str, str]]:

@@ -112,7 +112,7 @@ class TrainingRun:
         known = self.folder.settings.get("corpus", {}).get("records")
         longest = min(options.max_length, info.context_length)
         self.texts = Texts.read(plan.corpus, options.held_out, longest, known)
-        self.pieces = Pieces.read(plan.text, loaded.codec, options.held_out, longest)
+        self.pieces = Pieces.read(plan.text, loaded.codec, longest)
         self._learnt = (*self.texts.training, *self.pieces.texts)
         beginning = Beginning(self._section, loaded, options, self.texts.counts(info.vocab_size), plan.checkpoint)
         self._trainee = beginning.make()

@@ -52,6 +52,7 @@ class Engine:
             runtime="native",
             exactness="tie-exact",
             vocab_size=1000,
+            greedy_head="whole",
         )
     )
     context_length = 8

@@ -11,7 +11,7 @@ import pytest
 from toy_training import ChattyText, toy_recipe, toy_records, toy_run, toy_target, train, write_corpus
 
 from specflow.build import LoadedTarget
-from specflow.errors import DataError
+from specflow.errors import DataError, RequestError
 from specflow.train.plain_text import Pieces
 
 MEDUSA = toy_recipe(method="medusa", k=2)
@@ -32,8 +32,8 @@ def text_of(ids: list[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def read(*files: Path, held_out: float = 0.0, max_length: int = 10) -> Pieces:
-    return Pieces.read(files, ChattyText(), held_out, max_length)  # type: ignore[arg-type]
+def read(*files: Path, max_length: int = 10) -> Pieces:
+    return Pieces.read(files, ChattyText(), max_length)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
@@ -47,15 +47,29 @@ def test_pieces_are_the_text(name: str, max_length: int, tmp_path: Path) -> None
     assert len({text.id for text in texts}) == len(texts)
 
 
-def test_a_share_is_held_out_and_a_document_taken_once(tmp_path: Path) -> None:
+def test_a_document_is_taken_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text_of(IDS))
     (tmp_path / "b.txt").write_text(text_of(IDS))
-    every, some = read(tmp_path / "a.txt"), read(tmp_path / "a.txt", tmp_path / "b.txt", held_out=0.4)
-    assert (some.num_files, some.num_documents) == (2, 1)
-    assert {text.id for text in (*some.texts, *some.held_out)} == {text.id for text in every.texts}
-    assert some.held_out
-    with pytest.raises(DataError, match="all of them are held out"):
-        read(tmp_path / "a.txt", held_out=0.999999)
+    once, twice = read(tmp_path / "a.txt"), read(tmp_path / "a.txt", tmp_path / "b.txt")
+    assert twice.num_documents == 1
+    assert [text.id for text in twice.texts] == [text.id for text in once.texts]
+    (tmp_path / "c.txt").write_text("5")
+    with pytest.raises(DataError, match="no document of two tokens"):
+        read(tmp_path / "c.txt")
+
+
+def test_text_that_cannot_be_encoded_is_named_by_its_row(tmp_path: Path) -> None:
+    class Strict(ChattyText):
+        def encode(self, prompt: str) -> list[int]:
+            if not prompt.isascii():
+                raise RequestError("prompt", "a lone surrogate", "valid text")
+            return [5, 6]
+
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "plain"}\n{"text": "half \\ud800"}')
+    with pytest.raises(DataError, match="surrogate") as found:
+        Pieces.read([file], Strict(), 10)  # type: ignore[arg-type]
+    assert found.value.where.endswith("a.jsonl:2")
 
 
 @pytest.mark.parametrize(
