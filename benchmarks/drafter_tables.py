@@ -237,7 +237,9 @@ def _origin(drafters: Sequence[Drafter]) -> Iterator[str]:
             commit = f"commit {str(made['git_sha'])[:10]}{changed}, {made['started_at'][:10]}"
             machine = f"{made['cpu_model']}, {made['threads']} threads, torch {made['versions']['torch']}"
             sampled = ", ".join(f"{one['set']} {one['prompts']}" for one in each.of("block"))
-            yield f"- {each.name}: {limits}, at T 0.7 prompts of {sampled or 'none'}; {machine}, {commit}"
+            cost = each.found.get("cost", {}).get("provenance")
+            timed = f"; costs: {cost['cpu_model']}, {cost['started_at'][:10]}" if cost else ""
+            yield f"- {each.name}: {limits}, at T 0.7 prompts of {sampled or 'none'}; {machine}, {commit}{timed}"
 
 
 def shipped(drafters_dir: Path, figures: Path) -> list[Drafter]:
